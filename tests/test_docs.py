@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from kvferry.cli.cluster.addresses import curl_command
+from kvferry.cli.cluster.local_cluster import UpOptions
 from kvferry.cli.main import COMMANDS, main
+from kvferry.cli.up import NEXT_QUESTION, sample_request
 from kvferry.protocol import messages
 from kvferry.protocol.messages import OLDEST_WIRE_VERSION, WIRE_VERSION
 from kvferry.types import Address
@@ -82,7 +84,8 @@ def test_links_of_the_readme_to_tests_have_the_names_of_tests() -> None:
 
 
 def test_the_readme_shows_the_request_that_kvferry_up_prints() -> None:
-    assert curl_command(Address("127.0.0.1", 8000), "tiny") in _text(ROOT / "README.md")
+    request = sample_request(UpOptions(), NEXT_QUESTION)
+    assert curl_command(Address("127.0.0.1", 8000), request) in _text(ROOT / "README.md")
 
 
 def _text(path: Path) -> str:

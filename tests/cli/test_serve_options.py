@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from kvferry.cli.serve import (
     open_to_all,
     read_api_keys,
 )
-from kvferry.config import SideChannelConfig, find_checkpoint
+from kvferry.config import SideChannelConfig
 from kvferry.engine.options import EngineOptions
 from kvferry.errors import ConfigError
 from kvferry.types import KVLayout
@@ -209,37 +208,3 @@ def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
 def test_other_sizes_are_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
         parse_size(text)
-
-
-def test_a_model_is_a_folder_or_in_the_cache(tmp_path: Path) -> None:
-    snapshot = tmp_path / "hub" / "models--Qwen--Qwen3-0.6B" / "snapshots" / "abc"
-    snapshot.mkdir(parents=True)
-    environ = {"HF_HOME": str(tmp_path)}
-    with pytest.raises(ConfigError, match="kvferry does not download models"):
-        find_checkpoint("Qwen/Qwen3-0.6B", environ)
-    (snapshot / "config.json").write_text("{}")
-    (snapshot.parent.parent / "refs").mkdir()
-    (snapshot.parent.parent / "refs" / "main").write_text("abc")
-    assert find_checkpoint("Qwen/Qwen3-0.6B", environ) == snapshot
-    assert find_checkpoint(str(snapshot), {}) == snapshot
-
-
-def test_without_a_main_revision_the_newest_snapshot_is_taken(tmp_path: Path) -> None:
-    snapshots = tmp_path / "hub" / "models--a--b" / "snapshots"
-    for age, name in enumerate(["newest", "older", "oldest"]):
-        (snapshots / name).mkdir(parents=True)
-        (snapshots / name / "config.json").write_text("{}")
-        os.utime(snapshots / name, (1000 - age, 1000 - age))
-    assert find_checkpoint("a/b", {"HF_HOME": str(tmp_path)}) == snapshots / "newest"
-    (snapshots.parent / "refs").mkdir()
-    for text in ("gone", "../../..", ""):
-        (snapshots.parent / "refs" / "main").write_text(text)
-        assert find_checkpoint("a/b", {"HF_HOME": str(tmp_path)}) == snapshots / "newest"
-    (snapshots.parent / "refs" / "main").write_text("oldest")
-    assert find_checkpoint("a/b", {"HF_HOME": str(tmp_path)}) == snapshots / "oldest"
-
-
-@pytest.mark.parametrize("model", ["", "../..", "a/b/c", "a\0b", "~nobody-here/x", "/"])
-def test_what_is_no_model_is_named(model: str) -> None:
-    with pytest.raises(ConfigError, match="MODEL is"):
-        find_checkpoint(model, {"HF_HOME": "/nonexistent"})

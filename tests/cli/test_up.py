@@ -10,6 +10,7 @@ import pytest
 from tests.cli.test_processes import eventually, is_alive, stub
 
 from kvferry.cli.cluster.http_client import (
+    Completion,
     TransportTotals,
     complete,
     is_healthy,
@@ -19,6 +20,8 @@ from kvferry.cli.cluster.http_client import (
 from kvferry.cli.cluster.local_cluster import LocalLaunch, UpOptions, child_environment
 from kvferry.cli.cluster.processes import ChildProcess, ProcessGroup
 from kvferry.cli.main import main
+from kvferry.cli.up import sample_request
+from kvferry.engine.model.config import read_model_config
 from kvferry.errors import ConfigError, TransportError
 from kvferry.types import Address
 
@@ -35,7 +38,7 @@ def value_of(command: list[str], flag: str) -> str:
 
 def test_engines_take_free_ports_and_name_the_transport_that_was_asked_for(tmp_path: Path) -> None:
     command = LocalLaunch(
-        UpOptions(transports=("nixl",), tensor_parallel_size=2), tmp_path, KEY_FILE
+        UpOptions(model=tmp_path, transports=("nixl",), tensor_parallel_size=2), KEY_FILE
     ).engine()
     assert command[:5] == [sys.executable, "-m", "kvferry", "serve", str(tmp_path)]
     assert value_of(command, "--port") == "0"
@@ -47,31 +50,29 @@ def test_engines_take_free_ports_and_name_the_transport_that_was_asked_for(tmp_p
     }
 
 
-def test_the_transport_is_left_to_the_engines_when_none_was_asked_for(tmp_path: Path) -> None:
+def test_the_transport_is_left_to_the_engines_when_none_was_asked_for() -> None:
     assert "transports" not in value_of(
-        LocalLaunch(UpOptions(), tmp_path, KEY_FILE).engine(), "--kv-transfer-config"
+        LocalLaunch(UpOptions(), KEY_FILE).engine(), "--kv-transfer-config"
     )
 
 
-def test_engines_on_a_gpu_leave_room_for_each_other(tmp_path: Path) -> None:
-    command = LocalLaunch(UpOptions(device="cuda:1"), tmp_path, KEY_FILE).engine()
+def test_engines_on_a_gpu_leave_room_for_each_other() -> None:
+    command = LocalLaunch(UpOptions(device="cuda:1"), KEY_FILE).engine()
     assert value_of(command, "--device") == "cuda:1"
     assert value_of(command, "--kv-cache-memory-bytes") == "1G"
-    assert "--device" not in LocalLaunch(UpOptions(), tmp_path, KEY_FILE).engine()
+    assert "--device" not in LocalLaunch(UpOptions(), KEY_FILE).engine()
 
 
-def test_push_is_another_connector(tmp_path: Path) -> None:
-    command = LocalLaunch(UpOptions(mode="push"), tmp_path, KEY_FILE).engine()
+def test_push_is_another_connector() -> None:
+    command = LocalLaunch(UpOptions(mode="push"), KEY_FILE).engine()
     assert (
         json.loads(value_of(command, "--kv-transfer-config"))["kv_connector"] == "NixlPushConnector"
     )
 
 
-def test_the_router_is_told_of_every_engine(tmp_path: Path) -> None:
+def test_the_router_is_told_of_every_engine() -> None:
     addresses = [Address("127.0.0.1", port) for port in (1, 2, 3)]
-    command = LocalLaunch(UpOptions(port=99), tmp_path, KEY_FILE).router(
-        addresses[:2], addresses[2:]
-    )
+    command = LocalLaunch(UpOptions(port=99), KEY_FILE).router(addresses[:2], addresses[2:])
     assert command[3:] == [
         *("proxy", "--host", "127.0.0.1", "--port", "99", "--admin-key-file", str(KEY_FILE)),
         *("--prefiller-hosts", "127.0.0.1", "127.0.0.1", "--prefiller-ports", "1", "2"),
@@ -94,7 +95,6 @@ def test_a_cluster_has_its_own_secret_unless_the_operator_gave_one(tmp_path: Pat
         ({"decode": -1}, "--decode must be at least 1, got -1"),
         ({"tensor_parallel_size": 0}, "--tensor-parallel-size must be at least 1"),
         ({"port": 65536}, "--port must be from 0 to 65535"),
-        ({"model": Path("/nonexistent")}, "--model /nonexistent is not a directory"),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused_in_one_sentence(
@@ -105,23 +105,21 @@ def test_options_that_cannot_be_meant_are_refused_in_one_sentence(
     assert sentence in str(caught.value)
 
 
-def test_the_tiny_model_has_heads_for_every_rank(tmp_path: Path) -> None:
-    assert (
-        "--heads"
-        not in LocalLaunch(UpOptions(tensor_parallel_size=2), tmp_path, KEY_FILE).make_model()
-    )
-    assert (
-        value_of(
-            LocalLaunch(UpOptions(tensor_parallel_size=4), tmp_path, KEY_FILE).make_model(),
-            "--heads",
-        )
-        == "8"
-    )
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_the_default_model_can_be_split(ranks: int) -> None:
+    read_model_config(UpOptions().model).check_tensor_parallel(ranks)
 
 
-def test_clients_call_a_given_model_by_the_name_of_its_folder(tmp_path: Path) -> None:
-    assert UpOptions(model=tmp_path / ".").model_name == tmp_path.name
-    assert UpOptions().model_name == "tiny"
+def test_the_first_request_is_a_chat_if_the_model_has_chats(tmp_path: Path) -> None:
+    request = sample_request(UpOptions(), "Be brief.", "Who are you?")
+    assert request["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Who are you?"},
+    ]
+    request = sample_request(UpOptions(model=tmp_path), "Be brief.", "Who are you?")
+    assert request["prompt"] == "Be brief. Who are you?"
+    (tmp_path / "chat_template.jinja").touch()
+    assert "messages" in sample_request(UpOptions(model=tmp_path), "Who are you?")
 
 
 def test_a_port_that_is_taken_is_one_sentence_and_exit_code_2(
@@ -147,7 +145,7 @@ def test_a_completion_and_what_the_transports_carried_are_read_over_http(tmp_pat
         address = child.poll_address()
         assert address is not None
         assert is_healthy(address)
-        assert complete(address, {"prompt": "x"}, timeout_s=10) == "hello"
+        assert complete(address, {"prompt": "x"}, timeout_s=10) == Completion("hello", 1)
         assert read_transport_totals(address) == [
             TransportTotals("shm", transfers=2, total_bytes=3145728, seconds=0.5)
         ]
@@ -229,7 +227,7 @@ def test_up_once_shows_an_answer_and_the_transport_and_leaves_nothing_behind(
     with up(tmp_path, "--once", "--transports", "nixl") as process:
         output, _ = process.communicate(timeout=110)
     assert process.returncode == 0, output
-    assert "answer: " in output
+    assert "answer: A KV cache holds the keys and values" in output
     assert "of KV cache by nixl in 1 transfer(s) at " in output
     assert list(tmp_path.iterdir()) == []
     eventually(lambda: shared_memory() <= before)

@@ -18,6 +18,7 @@ _ROUTER = (
 )
 _ENGINE = (
     "aiohttp",
+    "huggingface_hub",
     "jinja2",
     "prometheus_client",
     "safetensors",

@@ -7,15 +7,14 @@ Reads only config.json and loads no weights. `make_plan` computes a `Plan`;
 import argparse
 import json
 import math
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from kvferry.cli.arguments import Parser
+from kvferry.cli.checkpoints import find_config
 from kvferry.cli.plan_report import Plan, plan_as_json, plan_as_text
-from kvferry.config import find_checkpoint
 from kvferry.config.fields import shown
 from kvferry.errors import ConfigError
 from kvferry.protocol.layout import can_divide
@@ -84,7 +83,10 @@ def add_arguments(parser: Parser) -> None:
         "model",
         metavar="MODEL",
         nargs="?",
-        help="folder of a checkpoint, its config.json, or owner/name in the Hugging Face cache",
+        help="folder of a checkpoint, its config.json, or owner/name on the Hugging Face hub",
+    )
+    parser.add_argument(
+        "--revision", metavar="NAME", help="branch, tag or commit on the hub (default: main)"
     )
     parser.add_argument(
         "--layers",
@@ -320,7 +322,7 @@ def _shape(arguments: argparse.Namespace) -> tuple[str, ModelCacheShape, list[st
             f"MODEL and {', '.join(FLAG_WIDTHS)} both describe a model; give one or the other"
         )
     if arguments.model is not None:
-        return _shape_of_model(arguments.model, arguments.dtype)
+        return _shape_of_model(arguments.model, arguments.revision, arguments.dtype)
     if len(given) < len(FLAG_WIDTHS):
         raise ConfigError(
             f"MODEL is missing; name a folder or a config.json, or give {', '.join(FLAG_WIDTHS)}"
@@ -332,10 +334,10 @@ def _shape(arguments: argparse.Namespace) -> tuple[str, ModelCacheShape, list[st
     return "a model of these sizes", ModelCacheShape((group,), dtype), []
 
 
-def _shape_of_model(model: str, requested_dtype: str) -> tuple[str, ModelCacheShape, list[str]]:
-    path = Path(model)
-    path = path if path.is_file() else find_checkpoint(model, os.environ) / "config.json"
-    config = _read(path)
+def _shape_of_model(
+    model: str, revision: str | None, requested_dtype: str
+) -> tuple[str, ModelCacheShape, list[str]]:
+    config = _read(find_config(model, revision))
     config_dtype = auto_dtype(config) if requested_dtype == "auto" else None
     notes = (
         ["config.json does not name a dtype; bfloat16 is assumed, --dtype sets another"]

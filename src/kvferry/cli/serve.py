@@ -11,6 +11,7 @@ import threading
 from collections.abc import Mapping
 
 from kvferry.cli.arguments import Parser, parse_device, parse_port, parse_size
+from kvferry.cli.checkpoints import find_checkpoint
 from kvferry.cli.cluster.addresses import announce_address, check_listenable, curl_command, dialable
 from kvferry.cli.register import Registration, check_router_url, role_of
 from kvferry.cli.runtime import add_log_arguments, log_settings
@@ -20,7 +21,6 @@ from kvferry.config import (
     NixlExtraConfig,
     P2pNcclExtraConfig,
     SideChannelConfig,
-    find_checkpoint,
     ignored_variables,
     is_loopback,
     kv_cache_layout_from_environment,
@@ -56,6 +56,7 @@ DESCRIPTION = (
 )
 EXAMPLES = """\
   kvferry serve /models/tiny --port 8100
+  kvferry serve Qwen/Qwen3-0.6B
   VLLM_NIXL_SIDE_CHANNEL_PORT=5601 kvferry serve /models/tiny --port 8200 \\
       --kv-transfer-config '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
   kvferry serve /models/tiny --kv-transfer-config.kv_connector NixlConnector --kv-transfer-config.kv_role kv_both \\
@@ -77,7 +78,10 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="folder of a Hugging Face checkpoint, or owner/name in the Hugging Face cache",
+        help="folder of a checkpoint, or owner/name on the Hugging Face hub, fetched if needed",
+    )
+    parser.add_argument(
+        "--revision", metavar="NAME", help="branch, tag or commit on the hub (default: main)"
     )
     parser.add_argument(
         "--host",
@@ -290,7 +294,7 @@ def engine_options(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
             "kv_buffer_device cannot be cuda with --device cpu; remove it, or set it to cpu"
         )
     return EngineOptions(
-        model=find_checkpoint(arguments.model, environ),
+        model=find_checkpoint(arguments.model, arguments.revision),
         served_model_name=arguments.served_model_name or arguments.model,
         dtype=arguments.dtype,
         kv_cache_dtype=arguments.kv_cache_dtype,
@@ -464,5 +468,6 @@ def _listening(model_name: str, address: Address) -> None:
     from kvferry.engine.api.serve import announce
 
     announce(model_name, dialable(address))
-    print(f"kvferry: try {curl_command(address, model_name)}", flush=True)
+    request = {"model": model_name, "prompt": "Hello", "max_tokens": 16, "stream": True}
+    print(f"kvferry: try {curl_command(address, request)}", flush=True)
     announce_address(address, os.environ)

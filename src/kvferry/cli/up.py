@@ -13,10 +13,12 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from kvferry.cli.arguments import Parser, parse_device, parse_port
+from kvferry.cli.checkpoints import find_checkpoint, has_chat_template, is_hub_name
 from kvferry.cli.cluster.addresses import check_listenable, curl_command
 from kvferry.cli.cluster.http_client import (
     TransportTotals,
@@ -46,7 +48,14 @@ from kvferry.engine.model.config import read_model_config
 from kvferry.errors import ConfigError, KVFerryError
 from kvferry.types import Address
 
-__all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
+__all__ = [
+    "DESCRIPTION",
+    "EXAMPLES",
+    "NEXT_QUESTION",
+    "add_arguments",
+    "run",
+    "sample_request",
+]
 
 DESCRIPTION = (
     "Run prefill, decode and router on this machine, show one request, and serve the OpenAI API "
@@ -55,6 +64,7 @@ DESCRIPTION = (
 EXAMPLES = """\
   kvferry up
   kvferry up --prefill 2 --decode 2 --transports nixl
+  kvferry up --model Qwen/Qwen3-0.6B
   kvferry up --model ~/models/Qwen3-0.6B --port 9000
   kvferry up --mode push
   kvferry up --once
@@ -62,12 +72,10 @@ EXAMPLES = """\
   kvferry up --vllm ~/models/Qwen3-8B --prefill-tp 2 -- --max-model-len 16384
   kvferry up --vllm Qwen/Qwen3-0.6B --vllm-python ~/vllm/bin/python --mode push"""
 
-PROMPT = (
-    "A ferry carries people, carts and letters over a river that has no bridge. It does not care "
-    "what is written in the letters, "
-    "but it must not lose one, nor deliver one twice, nor hand one to a stranger."
-)
-SAMPLE_TOKENS = 16
+SYSTEM_MESSAGE = "You are a helpful assistant."
+QUESTION = "What is a KV cache?"
+NEXT_QUESTION = "Tell me a joke."
+SAMPLE_TOKENS = 64
 START_TIMEOUT_S = 300.0
 VLLM_START_TIMEOUT_S = 3600.0
 """vLLM may have to fetch a model, load it and compile it."""
@@ -88,9 +96,12 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--model",
-        type=Path,
-        metavar="DIR",
-        help="checkpoint in the layout of Hugging Face (default: a tiny generated one)",
+        metavar="MODEL",
+        help="folder of a checkpoint, or owner/name on the Hugging Face hub, fetched if needed "
+        "(default: a small model that comes with kvferry)",
+    )
+    parser.add_argument(
+        "--revision", metavar="NAME", help="branch, tag or commit on the hub (default: main)"
     )
     parser.add_argument(
         "--port",
@@ -173,29 +184,33 @@ def run(arguments: argparse.Namespace) -> int:
     options = UpOptions(
         prefill=arguments.prefill,
         decode=arguments.decode,
-        model=arguments.model,
         port=arguments.port,
         transports=(arguments.transports,) if arguments.transports else (),
         tensor_parallel_size=arguments.tensor_parallel_size,
         mode=arguments.mode,
         device=arguments.device,
     )
-    if options.model is not None:
-        read_model_config(options.model).check_tensor_parallel(options.tensor_parallel_size)
     if options.port:
         check_listenable(Address(LOOPBACK, options.port))
     vllm = _vllm_servers(options, arguments)
-    model_name = options.model_name if vllm is None else vllm.model_name
+    if vllm is not None:
+        options = replace(options, model=Path(arguments.vllm), model_name=vllm.model_name)
+    else:
+        if arguments.model is not None:
+            folder = find_checkpoint(arguments.model, arguments.revision)
+            name = arguments.model if is_hub_name(arguments.model) else folder.resolve().name
+            options = replace(options, model=folder, model_name=name)
+        read_model_config(options.model).check_tensor_parallel(options.tensor_parallel_size)
     with (
         stop_signals(),
         _cluster(options, arguments, vllm) as (cluster, launch),
         _show_logs_on_failure(cluster),
     ):
         router = _start_cluster(cluster, launch)
-        totals = _show_sample(cluster, router, model_name)
+        totals = _show_sample(cluster, router, options)
         if arguments.once:
             return 0 if totals else 1
-        _show_address(router, launch, model_name)
+        _show_address(router, launch)
         return _serve_until_stopped(cluster)
 
 
@@ -271,7 +286,7 @@ def _cluster(
         for file in (secret_file, key_file):
             file.touch(mode=0o600)
             file.write_text(secrets.token_hex(32))
-        launch = LocalLaunch(options, options.model or directory / "model", key_file)
+        launch = LocalLaunch(options, key_file)
         environment = child_environment(
             {**os.environ, **log_settings(arguments).environment}, secret_file
         )
@@ -305,26 +320,21 @@ def _start_cluster(cluster: LocalCluster, launch: LocalLaunch) -> Address:
     from kvferry.cli.cluster.startup_view import StartupView
 
     with StartupView(Console()) as view:
-        if launch.options.model is None and not isinstance(cluster, VllmCluster):
-            cluster.run_to_end("model", launch.make_model(), view)
         return cluster.start(launch.options.prefill, launch.options.decode, view)
 
 
-def _show_sample(cluster: LocalCluster, router: Address, model_name: str) -> list[TransportTotals]:
-    request = {
-        "model": model_name,
-        "prompt": PROMPT,
-        "max_tokens": SAMPLE_TOKENS,
-        "temperature": 0,
-        "ignore_eos": True,
-    }
+def _show_sample(
+    cluster: LocalCluster, router: Address, options: UpOptions
+) -> list[TransportTotals]:
+    request = sample_request(options, SYSTEM_MESSAGE, QUESTION)
     since = time.monotonic()
-    text = complete(router, request, SAMPLE_TIMEOUT_S)
+    answer = complete(router, request | {"temperature": 0}, SAMPLE_TIMEOUT_S)
     took_s = time.monotonic() - since
     totals = sum_transport_totals(
         part for address in cluster.decoders for part in read_transport_totals(address)
     )
-    _print(f"\nprompt: {PROMPT}\nanswer: {text!r} ({SAMPLE_TOKENS} tokens, {took_s * 1000:.0f} ms)")
+    _print(f"\nprompt: {QUESTION}\nanswer: {answer.text.strip()}")
+    _print(f"took:   {took_s * 1000:.0f} ms for {answer.tokens} tokens")
     for part in totals:
         rate = f" at {_bytes(part.bytes_per_s)}/s" if part.seconds > 0 else ""
         _print(
@@ -336,9 +346,20 @@ def _show_sample(cluster: LocalCluster, router: Address, model_name: str) -> lis
     return totals
 
 
-def _show_address(router: Address, launch: LocalLaunch, model_name: str) -> None:
+def sample_request(options: UpOptions, *messages: str) -> dict[str, Any]:
+    """Return a chat whose last message is the user's; a completion if the model has no chats."""
+    request = {"model": options.model_name, "max_tokens": SAMPLE_TOKENS}
+    if not has_chat_template(options.model):
+        return {**request, "prompt": " ".join(messages)}
+    roles = ("system", "user")[-len(messages) :]
+    chat = [{"role": r, "content": m} for r, m in zip(roles, messages, strict=True)]
+    return {**request, "messages": chat}
+
+
+def _show_address(router: Address, launch: LocalLaunch) -> None:
+    request = sample_request(launch.options, NEXT_QUESTION)
     key = launch.admin_key_file.read_text()
-    _print(f"\nserving on http://{router}; try\n  {curl_command(router, model_name)}")
+    _print(f"\nserving on http://{router}; try\n  {curl_command(router, request)}")
     # A browser does not send the part after # to the server.
     _print(f"dashboard: http://{router}/dashboard#key={key}\nCtrl-C stops all processes.")
 

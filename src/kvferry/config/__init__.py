@@ -6,7 +6,6 @@ Every `ConfigError` is one sentence that starts with the dotted key and ends wit
 
 from kvferry.config.environment import (
     fault_spec_from_environment,
-    find_checkpoint,
     ignored_variables,
     kv_cache_layout_from_environment,
 )
@@ -59,7 +58,6 @@ __all__ = [
     "SideChannelConfig",
     "TierConfig",
     "fault_spec_from_environment",
-    "find_checkpoint",
     "ignored_variables",
     "is_loopback",
     "kind_of_setting",

@@ -56,6 +56,7 @@ from kvferry.engine.messages import (
     ToCore,
     TransferRecordsReply,
 )
+from kvferry.engine.model.config import SamplingDefaults
 from kvferry.engine.options import EngineSetup
 from kvferry.engine.ranks import RankProcess
 from kvferry.engine.runner import Worker, connector_config
@@ -257,7 +258,7 @@ class EngineCore:
             # inside a library.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             undo.pop_all()
-        api.send(_ready_message(setup, limits))
+        api.send(_ready_message(setup, limits, executor.worker.runner.config.sampling))
         return core
 
     def run(self) -> None:
@@ -501,7 +502,9 @@ def _scheduler_connector(
     return connector
 
 
-def _ready_message(setup: EngineSetup, limits: SchedulerLimits) -> CoreReady:
+def _ready_message(
+    setup: EngineSetup, limits: SchedulerLimits, sampling: SamplingDefaults
+) -> CoreReady:
     transfer = setup.options.kv_transfer
     return CoreReady(
         max_model_len=limits.max_total_tokens,
@@ -512,4 +515,5 @@ def _ready_message(setup: EngineSetup, limits: SchedulerLimits) -> CoreReady:
         engine_id="" if transfer is None else str(transfer.engine_id or ""),
         epoch=setup.epoch,
         samples_first_tokens=not limits.has_states,
+        sampling=sampling,
     )

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from kvferry.connectors.contract import KVConnectorMetadata, KVConnectorOutput
+from kvferry.engine.model.config import SamplingDefaults
 from kvferry.web.transfer_records import TransferRecord
 
 __all__ = [
@@ -200,6 +201,7 @@ class CoreReady(msgspec.Struct, frozen=True, tag=True):
     """Whether the token that a prefill leg samples is the first token of the answer. It is not if
     the model has states (see `shorten_prefill_leg`).
     """
+    sampling: SamplingDefaults = SamplingDefaults()
 
 
 class CoreFailed(msgspec.Struct, frozen=True, tag=True):

@@ -6,6 +6,7 @@ import pytest
 from kvferry.engine.api.admission import RequestAdmission
 from kvferry.engine.api.schema import CompletionRequest
 from kvferry.engine.messages import AddRequest, CoreReady
+from kvferry.engine.model.config import SamplingDefaults
 from kvferry.errors import RequestRefused
 
 READY = CoreReady(max_model_len=100, num_blocks=8, block_size=16, eos_token_ids=[2], vocab_size=50)
@@ -13,12 +14,25 @@ NONCES = [f"{index:08x}" for index in range(64)]
 
 
 def admit(
-    prompts: list[list[int]], default_max_tokens: int | None = 16, **body: Any
+    prompts: list[list[int]],
+    default_max_tokens: int | None = 16,
+    ready: CoreReady = READY,
+    **body: Any,
 ) -> list[AddRequest]:
     request = msgspec.convert({"prompt": "", **body}, CompletionRequest)
     return RequestAdmission(
         request, "cmpl-x", prompts, request.max_tokens, default_max_tokens, request.logprobs
-    ).add_requests(READY, NONCES)
+    ).add_requests(ready, NONCES)
+
+
+def test_the_model_has_its_own_sampling_where_the_client_asks_for_none() -> None:
+    ready = msgspec.structs.replace(READY, sampling=SamplingDefaults(0.7, 0.9, 20))
+    (request,) = admit([[1]], ready=ready)
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.7, 0.9, 20)
+    (request,) = admit([[1]], ready=ready, temperature=0, top_p=1.0, top_k=-1)
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.0, 1.0, 0)
 
 
 def test_defaults_are_those_of_the_api() -> None:

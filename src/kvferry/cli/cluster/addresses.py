@@ -7,7 +7,7 @@ import errno
 import json
 import shlex
 import socket
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 
 from kvferry.config.side_channel import LOOPBACK, is_wildcard
 from kvferry.errors import ConfigError
@@ -17,6 +17,7 @@ __all__ = [
     "ANNOUNCE_FD_VARIABLE",
     "announce_address",
     "check_listenable",
+    "completion_path",
     "curl_command",
     "dialable",
     "parse_announcement",
@@ -66,13 +67,17 @@ def dialable(address: Address) -> Address:
     return Address("::1" if ":" in address.host else LOOPBACK, address.port)
 
 
-def curl_command(address: Address, model_name: str) -> str:
+def curl_command(address: Address, request: Mapping[str, object]) -> str:
     """Return a request that the user can copy into a shell."""
-    body = json.dumps({"model": model_name, "prompt": "Hello", "max_tokens": 16, "stream": True})
     return (
-        f"curl -N http://{dialable(address)}/v1/completions -H 'Content-Type: application/json' "
-        f"-d {shlex.quote(body)}"
+        f"curl -N http://{dialable(address)}{completion_path(request)} "
+        f"-H 'Content-Type: application/json' -d {shlex.quote(json.dumps(request))}"
     )
+
+
+def completion_path(request: Mapping[str, object]) -> str:
+    """Return the path that takes this request: a chat has messages, a completion has a prompt."""
+    return "/v1/chat/completions" if "messages" in request else "/v1/completions"
 
 
 def _refusal(family: socket.AddressFamily, where: tuple[object, ...]) -> OSError | None:

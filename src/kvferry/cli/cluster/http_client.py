@@ -9,10 +9,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from kvferry.cli.cluster.addresses import completion_path
 from kvferry.errors import TransportError
 from kvferry.types import Address
 
 __all__ = [
+    "Completion",
     "TransportTotals",
     "complete",
     "is_healthy",
@@ -22,6 +24,14 @@ __all__ = [
 
 _HEALTH_S = 2.0
 _METRICS_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The text of an answer and the number of its tokens."""
+
+    text: str
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +64,17 @@ def is_healthy(address: Address) -> bool:
         return False
 
 
-def complete(address: Address, request: dict[str, Any], timeout_s: float) -> str:
-    """Return the text of one completion; raise TransportError with the server's error message."""
+def complete(address: Address, request: dict[str, Any], timeout_s: float) -> Completion:
+    """Return the answer to one request; raise TransportError with the server's error message."""
     status, body = _call(
-        address, "POST", "/v1/completions", json.dumps(request).encode(), timeout_s
+        address, "POST", completion_path(request), json.dumps(request).encode(), timeout_s
     )
     try:
         answer = json.loads(body)
         if status == 200:
-            return str(answer["choices"][0]["text"])
+            choice = answer["choices"][0]
+            text = choice["message"]["content"] if "message" in choice else choice["text"]
+            return Completion(str(text), int(answer["usage"]["completion_tokens"]))
         reason = answer["error"]["message"]
     except (ValueError, LookupError, TypeError):
         reason = body[:500].decode(errors="replace")

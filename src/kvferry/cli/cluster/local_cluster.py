@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from kvferry.cli.checkpoints import DEFAULT_MODEL, DEFAULT_MODEL_NAME
 from kvferry.cli.cluster.http_client import is_healthy
 from kvferry.cli.cluster.processes import ChildProcess
 from kvferry.errors import ConfigError, KVFerryError
@@ -32,7 +33,6 @@ __all__ = [
 
 
 LOOPBACK = "127.0.0.1"
-TINY = "tiny"
 CONNECTORS = {"pull": "NixlConnector", "push": "NixlPushConnector"}
 """The connector of each `--mode`."""
 GPU_CACHE_BYTES = "1G"
@@ -44,8 +44,9 @@ class UpOptions:
 
     prefill: int = 1
     decode: int = 1
-    model: Path | None = None
-    """The checkpoint; None: `kvferry up` writes a tiny checkpoint."""
+    model: Path = DEFAULT_MODEL
+    model_name: str = DEFAULT_MODEL_NAME
+    """The name that clients use for the model."""
     port: int = 8000
     transports: tuple[str, ...] = ()
     """The data transport to use; empty: the best transport that works on this machine."""
@@ -63,16 +64,6 @@ class UpOptions:
                 raise ConfigError(f"{flag} must be at least 1, got {value}")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"--port must be from 0 to 65535, got {self.port}")
-        if self.model is not None and not self.model.is_dir():
-            raise ConfigError(
-                f"--model {self.model} is not a directory; name a folder with config.json and "
-                "safetensors, or leave the flag out"
-            )
-
-    @property
-    def model_name(self) -> str:
-        """The name that clients use for the model."""
-        return TINY if self.model is None else self.model.resolve().name
 
 
 class Launch(Protocol):
@@ -90,7 +81,6 @@ class LocalLaunch:
     """Launches embedded engines on free ports, and a router on the port that the user chose."""
 
     options: UpOptions
-    model: Path
     admin_key_file: Path
 
     def engine(self) -> list[str]:
@@ -101,7 +91,7 @@ class LocalLaunch:
         )
         transfer = {"kv_connector": CONNECTORS[self.options.mode], "kv_role": "kv_both", **extra}
         return [
-            *_kvferry("serve", str(self.model), "--host", LOOPBACK, "--port", "0"),
+            *_kvferry("serve", str(self.options.model), "--host", LOOPBACK, "--port", "0"),
             *("--served-model-name", self.options.model_name),
             *("--tensor-parallel-size", str(self.options.tensor_parallel_size)),
             *self._device(),
@@ -128,16 +118,6 @@ class LocalLaunch:
             command += [f"--{name}-hosts", *(address.host for address in addresses)]
             command += [f"--{name}-ports", *(str(address.port) for address in addresses)]
         return command
-
-    def make_model(self) -> list[str]:
-        """Return the command that writes the tiny model, with at least one KV head per rank.
-
-        The default model has two KV heads, which is enough for two ranks.
-        """
-        ranks = self.options.tensor_parallel_size
-        return _kvferry(
-            "make-model", str(self.model), *(("--heads", str(2 * ranks)) if ranks > 2 else ())
-        )
 
 
 def child_environment(environ: Mapping[str, str], secret_file: Path) -> dict[str, str]:
@@ -209,12 +189,6 @@ class LocalCluster:
             "router", self._launch.router(addresses[:prefill], addresses[prefill:]), view
         )
         return self._wait_healthy([router], view)[0]
-
-    def run_to_end(self, name: str, command: Iterable[str], view: "StartupView") -> None:
-        """Run a preparatory process until the process exits."""
-        child = self._start(name, list(command), view)
-        child.wait(self._start_timeout_s)
-        view.finish(name, "done")
 
     def check_alive(self) -> None:
         """Raise KVFerryError if a process that was serving has exited."""

@@ -87,13 +87,14 @@ class RequestAdmission:
                 f"min_tokens ({min_tokens}) must not exceed max_tokens ({max_tokens})",
                 param="min_tokens",
             )
-        temperature = 1.0 if request.temperature is None else request.temperature
+        default = ready.sampling
+        temperature = default.temperature if request.temperature is None else request.temperature
         return SamplingParams(
             max_tokens=max_tokens,
             min_tokens=min_tokens,
             temperature=max(temperature, _MIN_TEMPERATURE) if temperature else 0.0,
-            top_p=1.0 if request.top_p is None else request.top_p,
-            top_k=max(request.top_k or 0, 0),
+            top_p=default.top_p if request.top_p is None else request.top_p,
+            top_k=max(default.top_k if request.top_k is None else request.top_k, 0),
             seed=request.seed,
             stop_token_ids=tuple(request.stop_token_ids or ()),
             ignore_eos=bool(request.ignore_eos),

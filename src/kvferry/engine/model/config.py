@@ -27,6 +27,7 @@ __all__ = [
     "Llama3Scaling",
     "ModelConfig",
     "RopeConfig",
+    "SamplingDefaults",
     "StateShape",
     "llama_name",
     "read_json_object",
@@ -440,6 +441,15 @@ class StateShape:
 
 
 @dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """How a request samples that does not say it, from generation_config.json, as in vLLM."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The checked configuration of one checkpoint."""
 
@@ -459,6 +469,7 @@ class ModelConfig:
     """Token ids that end a sequence, from config.json and generation_config.json."""
     state: StateShape | None = None
     """The dimensions of the layers that keep a state; None if every layer has attention."""
+    sampling: SamplingDefaults = SamplingDefaults()
 
     @property
     def num_layers(self) -> int:
@@ -537,6 +548,7 @@ def read_model_config(directory: Path) -> ModelConfig:
     architecture = _architecture(config)
     _refuse_unsupported(config, architecture)
     layers = read_layers(config, architecture)
+    generation = _generation_config(directory / "generation_config.json")
     return ModelConfig(
         directory=directory,
         architecture=architecture,
@@ -551,8 +563,9 @@ def read_model_config(directory: Path) -> ModelConfig:
         norm_eps=config.positive("rms_norm_eps", 1e-5 if architecture == BAMBA else 1e-6),
         max_position_embeddings=config.count("max_position_embeddings"),
         has_tied_embeddings=config.flag("tie_word_embeddings", default=architecture == GEMMA),
-        eos_token_ids=_eos_token_ids(config, directory / "generation_config.json"),
+        eos_token_ids=_eos_token_ids(config, generation),
         state=_state(config) if architecture == BAMBA else None,
+        sampling=_sampling(generation),
     )
 
 
@@ -705,10 +718,11 @@ def _query_rank(config: ConfigKeys) -> int | None:
     return None if is_null else config.count("q_lora_rank", 1536)
 
 
-def _eos_token_ids(config: ConfigKeys, generation_path: Path) -> tuple[int, ...]:
-    sources = [config]
-    if generation_path.exists():
-        sources.append(ConfigKeys(generation_path, read_json_object(generation_path)))
+def _generation_config(path: Path) -> ConfigKeys:
+    return ConfigKeys(path, read_json_object(path) if path.exists() else {})
+
+
+def _eos_token_ids(*sources: ConfigKeys) -> tuple[int, ...]:
     found: dict[int, None] = {}
     for source in sources:
         value = source.get("eos_token_id")
@@ -719,3 +733,16 @@ def _eos_token_ids(config: ConfigKeys, generation_path: Path) -> tuple[int, ...]
                 )
             found[token] = None
     return tuple(found)
+
+
+def _sampling(generation: ConfigKeys) -> SamplingDefaults:
+    top_p = generation.positive("top_p", 1.0)
+    if top_p > 1:
+        raise generation.fail("top_p", f"must be at most 1, got {top_p:g}")
+    # Some files state a temperature of 0 for greedy decoding.
+    is_greedy = generation.get("temperature") in (0, 0.0)
+    return SamplingDefaults(
+        temperature=0.0 if is_greedy else generation.positive("temperature", 1.0),
+        top_p=top_p,
+        top_k=generation.count("top_k", 0, least=0),
+    )

@@ -1,0 +1,245 @@
+"""Finds the checkpoint of a model: a folder, or a name that is fetched from the Hugging Face hub.
+
+`huggingface_hub` downloads, shows the progress, resumes, and reads its own settings from the
+environment: HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE and the timeouts. This module decides
+which files are fetched, and turns every failure into one sentence. The configuration is fetched
+and checked before the weights.
+
+The only module that imports huggingface_hub. Its import takes half a second, so it is imported
+when a name has to be fetched.
+"""
+
+import errno
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvferry import engine
+from kvferry.cli.extras import check_extra
+from kvferry.config.fields import shown
+from kvferry.engine.model.config import read_json_object, read_model_config
+from kvferry.errors import ConfigError
+
+__all__ = [
+    "DEFAULT_MODEL",
+    "DEFAULT_MODEL_NAME",
+    "find_checkpoint",
+    "find_config",
+    "has_chat_template",
+    "is_hub_name",
+]
+
+DEFAULT_MODEL = Path(engine.__file__).parent / "default_model"
+"""The checkpoint that comes with kvferry; `scripts/train_model/` made it."""
+DEFAULT_MODEL_NAME = "small"
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+CONFIG = "config.json"
+TOKENIZER = "tokenizer.json"
+CHAT_TEMPLATE = "chat_template.jinja"
+WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+SMALL_FILES = (
+    CONFIG,
+    TOKENIZER,
+    "generation_config.json",
+    "tokenizer_config.json",
+    CHAT_TEMPLATE,
+    "model.safetensors.index.json",
+)
+PATTERNS = (*SMALL_FILES, "model.safetensors", "model-*-of-*.safetensors")
+"""All files that the embedded engine reads. Files with pickles are never fetched."""
+
+
+def is_hub_name(model: str) -> bool:
+    """Return whether `model` is `owner/name` and no folder; a folder is preferred to the hub."""
+    return HUB_NAME.fullmatch(model) is not None and not Path(model).is_dir()
+
+
+def find_checkpoint(model: str, revision: str | None = None) -> Path:
+    """Return the folder of a model; a model of the hub is fetched if the cache does not have it."""
+    if not is_hub_name(model):
+        return _folder(model, revision)
+    check_extra(f"the model {model}", "engine", ["huggingface_hub"])
+    with _explained(model, revision):
+        return _fetch(model, revision)
+
+
+def find_config(model: str, revision: str | None = None) -> Path:
+    """Return the config.json of a model, of which nothing else is fetched."""
+    if not is_hub_name(model):
+        path = _expanded(model)
+        return path if path is not None and path.is_file() else _folder(model, revision) / CONFIG
+    check_extra(f"the model {model}", "engine", ["huggingface_hub"])
+    with _explained(model, revision):
+        return _fetch_config(model, revision)
+
+
+def has_chat_template(folder: Path) -> bool:
+    path = folder / "tokenizer_config.json"
+    return (folder / CHAT_TEMPLATE).exists() or (
+        path.exists() and read_json_object(path).get("chat_template") is not None
+    )
+
+
+def _folder(model: str, revision: str | None) -> Path:
+    folder = _expanded(model)
+    if folder is None or not folder.is_dir():
+        raise ConfigError(
+            f"MODEL is {shown(model)}, which is neither a folder nor owner/name on the Hugging "
+            "Face hub; make a tiny model with `kvferry make-model DIR`"
+        )
+    if not (folder / CONFIG).is_file():
+        raise ConfigError(
+            f"MODEL is {shown(model)}, a folder without config.json; name the folder of a "
+            "Hugging Face checkpoint"
+        )
+    if revision is not None:
+        raise ConfigError("--revision is for models of the hub, but MODEL is a folder; remove it")
+    return folder
+
+
+def _expanded(model: str) -> Path | None:
+    try:
+        return Path(model).expanduser() if model and "\0" not in model else None
+    # `expanduser` found no home directory of the named user.
+    except RuntimeError:
+        return None
+
+
+# -- the hub --
+
+
+def _fetch(model: str, revision: str | None) -> Path:
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import (
+        HTTPError,  # type: ignore[attr-defined]  # of the HTTP library that this release uses
+        LocalEntryNotFoundError,
+    )
+
+    def snapshot(is_local: bool) -> Path:
+        return Path(
+            snapshot_download(
+                model, revision=revision, allow_patterns=list(PATTERNS), local_files_only=is_local
+            )
+        )
+
+    if constants.HF_HUB_OFFLINE:
+        return snapshot(is_local=True)
+    try:
+        _check_before_download(model, revision)
+    except HTTPError as error:
+        # The hub does not answer, or refuses; the cache may have the model.
+        try:
+            return snapshot(is_local=True)
+        except LocalEntryNotFoundError:
+            raise error from None
+    return snapshot(is_local=False)
+
+
+def _fetch_config(model: str, revision: str | None) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    return Path(hf_hub_download(model, CONFIG, revision=revision))
+
+
+def _check_before_download(model: str, revision: str | None) -> None:
+    """Refuse a model that the engine cannot serve or the disk cannot hold, before its weights are
+    fetched.
+    """
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+
+    # Without a timeout the client would wait for a silent hub for ever.
+    info = HfApi().model_info(
+        model, revision=revision, files_metadata=True, timeout=constants.HF_HUB_ETAG_TIMEOUT
+    )
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    _check_files(model, sizes)
+    read_model_config(_fetch_config(model, revision).parent)
+    missing = sum(
+        size
+        for name, size in sizes.items()
+        if WEIGHTS.fullmatch(name)
+        and not isinstance(try_to_load_from_cache(model, name, revision=info.sha), str)
+    )
+    free = shutil.disk_usage(_existing(Path(constants.HF_HUB_CACHE))).free
+    if missing > free:
+        raise ConfigError(
+            f"{model} needs {_gib(missing)} more on the disk of {constants.HF_HUB_CACHE}, which "
+            f"has {_gib(free)} free; free some space, or set HF_HOME to another disk"
+        )
+
+
+def _check_files(model: str, names: dict[str, int]) -> None:
+    for name in (CONFIG, TOKENIZER):
+        if name not in names:
+            raise ConfigError(f"{model} on the hub has no {name}; name a model that has one")
+    if not any(WEIGHTS.fullmatch(name) for name in names):
+        raise ConfigError(
+            f"{model} on the hub has no weights named model*.safetensors; name a model in that "
+            "format (other formats, such as pickles and GGUF, are not supported)"
+        )
+
+
+@contextmanager
+def _explained(model: str, revision: str | None) -> Iterator[None]:
+    """Turn the errors of huggingface_hub into one sentence each."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HTTPError,  # type: ignore[attr-defined]
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    hub = constants.ENDPOINT
+    try:
+        yield
+    except GatedRepoError:
+        raise ConfigError(
+            f"{model} is gated: accept its terms at {hub}/{model}, then set HF_TOKEN to a token of "
+            "that account"
+        ) from None
+    except RevisionNotFoundError:
+        raise ConfigError(f"{model} on {hub} has no revision {shown(str(revision))}") from None
+    except LocalEntryNotFoundError:
+        raise ConfigError(
+            f"{model} is not complete in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is "
+            "set; unset it to download the model"
+        ) from None
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        if isinstance(error, RepositoryNotFoundError) or status in (401, 403):
+            raise ConfigError(
+                f"{model} is neither a folder nor a model on {hub} that you may read; check the "
+                "name, and set HF_TOKEN if the model is private"
+            ) from None
+        raise ConfigError(
+            f"{model} cannot be fetched: {hub} answered with status {status}; try again later"
+        ) from None
+    except (HTTPError, OSError) as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise ConfigError(
+                f"the disk of {constants.HF_HUB_CACHE} is full; free some space and start again: "
+                "the download then continues"
+            ) from None
+        raise ConfigError(
+            f"{model} cannot be fetched from {hub} ({_reason(error)}); check the network and start "
+            "again: a download then continues"
+        ) from None
+
+
+def _reason(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0][:200] or type(error).__name__
+
+
+def _existing(path: Path) -> Path:
+    """Return the folder, or the nearest folder above it that exists."""
+    return next(each for each in (path, *path.parents) if each.exists())
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"

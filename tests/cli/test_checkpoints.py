@@ -1,0 +1,232 @@
+"""Tests models by name: the real client of the Hugging Face hub against a hub on loopback.
+
+The client reads its settings when it is imported, so each download is a process of its own.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.cli.hub import COMMIT, Hub
+
+from kvferry.cli.checkpoints import find_checkpoint, find_config, is_hub_name
+from kvferry.engine.make_model.writer import make_model
+from kvferry.errors import ConfigError
+
+NAME = "owner/tiny-model"
+FETCH = """
+import sys
+from kvferry.cli.checkpoints import find_checkpoint
+from kvferry.errors import ConfigError
+try:
+    print(find_checkpoint(sys.argv[1], sys.argv[2] or None))
+except ConfigError as error:
+    sys.exit(f"refused: {error}")
+"""
+MIB = 1024 * 1024
+NEVER_FETCHED = ("pytorch_model.bin", "consolidated.safetensors", "README.md")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    make_model(folder)
+    for name in NEVER_FETCHED:
+        (folder / name).write_bytes(b"x")
+    return folder
+
+
+def fetch(
+    hub: Hub | str,
+    home: Path,
+    name: str = NAME,
+    revision: str = "",
+    **environ: str,
+) -> subprocess.CompletedProcess[str]:
+    """Fetch a model in a process of its own, with its cache under `home`."""
+    own = {
+        "HF_HOME": str(home),
+        "HF_ENDPOINT": hub if isinstance(hub, str) else hub.url,
+        "HF_HUB_DOWNLOAD_TIMEOUT": "1",
+        "HF_HUB_ETAG_TIMEOUT": "1",
+    }
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "XDG_"))}
+    return subprocess.run(
+        [sys.executable, "-c", FETCH, name, revision],
+        env=inherited | own | environ,
+        cwd=home,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def refusal(result: subprocess.CompletedProcess[str]) -> str:
+    assert result.returncode == 1, result
+    return result.stderr[result.stderr.index("refused: ") :].strip()
+
+
+def test_a_name_is_fetched_once_and_without_the_files_the_engine_does_not_read(
+    files: Path, tmp_path: Path
+) -> None:
+    with Hub.of_folder(NAME, files).serving() as hub:
+        first = fetch(hub, tmp_path)
+        assert first.returncode == 0, first.stderr
+        folder = Path(first.stdout.strip())
+        assert folder.name == COMMIT
+        wanted = {name for name in os.listdir(files) if name not in NEVER_FETCHED}
+        assert set(os.listdir(folder)) == wanted
+        assert (folder / "model.safetensors").read_bytes() == hub.files["model.safetensors"]
+        assert "model.safetensors" in first.stderr or "%" in first.stderr
+        assert set(hub.sent) == wanted
+        hub.sent.clear()
+        second = fetch(hub, tmp_path)
+        assert second.stdout == first.stdout
+        assert hub.sent == {}
+    # The hub is gone, then forbidden: the cache is enough.
+    assert fetch(hub, tmp_path).stdout == first.stdout
+    assert fetch(hub, tmp_path, HF_HUB_OFFLINE="1").stdout == first.stdout
+
+
+def test_a_revision_is_fetched_by_its_name(files: Path, tmp_path: Path) -> None:
+    with Hub.of_folder(NAME, files).serving() as hub:
+        assert fetch(hub, tmp_path, revision="v1").returncode == 0
+        assert f'{NAME} on {hub.url} has no revision "v9"' in refusal(
+            fetch(hub, tmp_path, revision="v9")
+        )
+
+
+def test_a_model_that_does_not_exist_is_named(files: Path, tmp_path: Path) -> None:
+    with Hub.of_folder(NAME, files).serving() as hub:
+        sentence = refusal(fetch(hub, tmp_path, name="owner/other"))
+    assert f"owner/other is neither a folder nor a model on {hub.url} that you may read" in sentence
+
+
+def test_a_gated_model_needs_a_token(files: Path, tmp_path: Path) -> None:
+    with Hub.of_folder(NAME, files, token="hf_secret").serving() as hub:
+        sentence = refusal(fetch(hub, tmp_path))
+        assert f"{NAME} is gated: accept its terms at {hub.url}/{NAME}" in sentence
+        wrong = refusal(fetch(hub, tmp_path, HF_TOKEN="hf_wrong"))
+        assert "HF_TOKEN" in wrong
+        assert "hf_wrong" not in wrong
+        assert hub.sent == {}
+        assert fetch(hub, tmp_path, HF_TOKEN="hf_secret").returncode == 0
+
+
+def test_a_private_model_and_a_broken_hub_are_told_apart(files: Path, tmp_path: Path) -> None:
+    with Hub.of_folder(NAME, files, status=401).serving() as hub:
+        assert "set HF_TOKEN if the model is private" in refusal(fetch(hub, tmp_path))
+        hub.status = 418
+        assert "418" in refusal(fetch(hub, tmp_path))
+
+
+def test_without_a_network_and_offline_the_reason_is_the_cache(tmp_path: Path) -> None:
+    nowhere = "http://127.0.0.1:9"
+    assert f"{NAME} cannot be fetched from {nowhere}" in refusal(fetch(nowhere, tmp_path))
+    offline = refusal(fetch(nowhere, tmp_path, HF_HUB_OFFLINE="1"))
+    assert "HF_HUB_OFFLINE is set; unset it to download the model" in offline
+
+
+def test_a_download_that_is_cut_goes_on_where_it_ended(files: Path, tmp_path: Path) -> None:
+    hub = Hub.of_folder(NAME, files, cut_after=11 * MIB, cuts=1)
+    hub.files["model.safetensors"] = weights = os.urandom(12 * MIB)
+    with hub.serving():
+        result = fetch(hub, tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert (Path(result.stdout.strip()) / "model.safetensors").read_bytes() == weights
+    assert hub.cuts == 0
+    # The client keeps whole chunks, of 10 MiB.
+    assert hub.sent["model.safetensors"] == 11 * MIB + 2 * MIB
+
+
+def test_a_download_that_fails_is_continued_by_the_next_start(files: Path, tmp_path: Path) -> None:
+    hub = Hub.of_folder(NAME, files, cut_after=11 * MIB, cuts=1, dies_of_cut=True)
+    hub.files["model.safetensors"] = weights = os.urandom(12 * MIB)
+    with hub.serving():
+        sentence = refusal(fetch(hub, tmp_path))
+        assert f"{hub.url} answered with status 500; try again later" in sentence
+        hub.status = 200
+        result = fetch(hub, tmp_path)
+    assert (Path(result.stdout.strip()) / "model.safetensors").read_bytes() == weights
+
+
+def test_a_hub_that_never_answers_is_given_up(files: Path, tmp_path: Path) -> None:
+    with Hub.of_folder(NAME, files, is_silent=True).serving() as hub:
+        assert f"{NAME} cannot be fetched from {hub.url} (timed out)" in refusal(
+            fetch(hub, tmp_path)
+        )
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"config.json": b'{"architectures": ["GPT2LMHeadModel"]}'}, "architectures must be one"),
+        ({"config.json": None}, f"{NAME} on the hub has no config.json"),
+        ({"tokenizer.json": None}, f"{NAME} on the hub has no tokenizer.json"),
+        ({"model.safetensors": None}, "has no weights named model*.safetensors"),
+    ],
+)
+def test_a_model_that_cannot_be_served_is_refused_before_its_weights_are_fetched(
+    files: Path, tmp_path: Path, changed: dict[str, bytes | None], sentence: str
+) -> None:
+    hub = Hub.of_folder(NAME, files)
+    hub.files = {k: v for k, v in (hub.files | changed).items() if v is not None}
+    with hub.serving():
+        assert sentence in refusal(fetch(hub, tmp_path))
+    assert set(hub.sent) <= {"config.json"}
+
+
+def test_a_folder_is_preferred_to_a_name_on_the_hub(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert is_hub_name(NAME)
+    (tmp_path / "owner").mkdir()
+    (tmp_path / NAME).symlink_to(files)
+    monkeypatch.chdir(tmp_path)
+    assert not is_hub_name(NAME)
+    assert find_checkpoint(NAME) == Path(NAME)
+    assert find_config(NAME) == Path(NAME) / "config.json"
+    with pytest.raises(ConfigError, match="--revision is for models of the hub"):
+        find_checkpoint(NAME, "main")
+
+
+@pytest.mark.parametrize(
+    "model", ["", "../..", "a/b/c", "a\0b", "~nobody-here/x", "tiny", "./tiny", "/", ".a/b"]
+)
+def test_what_is_no_model_is_named(model: str) -> None:
+    with pytest.raises(ConfigError, match="MODEL is"):
+        find_checkpoint(model)
+
+
+def test_a_plan_fetches_the_configuration_alone(files: Path, tmp_path: Path) -> None:
+    with Hub.of_folder(NAME, files).serving() as hub:
+        result = subprocess.run(
+            [sys.executable, "-m", "kvferry", "plan", NAME, "--json"],
+            env=os.environ | {"HF_HOME": str(tmp_path), "HF_ENDPOINT": hub.url},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert json.loads(result.stdout)["bytes_per_token"] > 0, result.stderr
+    assert set(hub.sent) == {"config.json"}
+
+
+@pytest.mark.slow
+def test_up_serves_a_model_by_its_name_on_the_hub(files: Path, tmp_path: Path) -> None:
+    with Hub.of_folder(NAME, files).serving() as hub:
+        own = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": hub.url, "OMP_NUM_THREADS": "1"}
+        result = subprocess.run(
+            [sys.executable, "-m", "kvferry", "up", "--model", NAME, "--once", "--port", "0"],
+            env=os.environ | own,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "of KV cache by " in result.stdout
+    assert hub.sent["model.safetensors"] == len(hub.files["model.safetensors"])
