@@ -20,6 +20,7 @@ from kvferry.engine.model.config import (
     Llama3Scaling,
     ModelConfig,
     RopeConfig,
+    SamplingDefaults,
     read_model_config,
 )
 from kvferry.engine.model.weights import (
@@ -117,6 +118,19 @@ def test_every_end_of_sequence_token_of_both_files_counts_once(tmp_path: Path) -
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
     assert read(tmp_path, LLAMA).eos_token_ids == (2, 7)
     assert read(tmp_path, LLAMA | {"eos_token_id": None}).eos_token_ids == (7, 2)
+
+
+def test_sampling_comes_from_the_generation_config(tmp_path: Path) -> None:
+    path = tmp_path / "generation_config.json"
+    assert read(tmp_path, LLAMA).sampling == SamplingDefaults(1.0, 1.0, 0)
+    path.write_text('{"temperature": 0.6, "top_p": 0.95, "top_k": 20}')
+    assert read(tmp_path, LLAMA).sampling == SamplingDefaults(0.6, 0.95, 20)
+    path.write_text('{"temperature": 0}')
+    assert read(tmp_path, LLAMA).sampling == SamplingDefaults(0.0, 1.0, 0)
+    for text in ('{"top_p": 1.5}', '{"top_k": -3}', '{"temperature": "hot"}'):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=r"generation_config\.json: (top_p|top_k|temp)"):
+            read(tmp_path, LLAMA)
 
 
 UNUSED_WINDOWS = [

@@ -182,6 +182,11 @@ def test_one_wheel_serves_all_versions_of_python_and_has_the_compiled_module(whe
         "kvferry/router/dashboard/index.html",
         "kvferry/router/dashboard/dashboard.js",
         "kvferry/router/dashboard/style.css",
+        "kvferry/engine/default_model/config.json",
+        "kvferry/engine/default_model/generation_config.json",
+        "kvferry/engine/default_model/model.safetensors",
+        "kvferry/engine/default_model/tokenizer.json",
+        "kvferry/engine/default_model/tokenizer_config.json",
     } <= names
     assert [name for name in names if name.endswith(".c") or name.startswith("tests")] == []
 

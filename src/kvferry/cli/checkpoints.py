@@ -113,8 +113,8 @@ def _expanded(model: str) -> Path | None:
 
 def _fetch(model: str, revision: str | None) -> Path:
     from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import (
-        HTTPError,  # type: ignore[attr-defined]  # of the HTTP library that this release uses
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError
+        HTTPError,
         LocalEntryNotFoundError,
     )
 
@@ -186,10 +186,10 @@ def _check_files(model: str, names: dict[str, int]) -> None:
 def _explained(model: str, revision: str | None) -> Iterator[None]:
     """Turn the errors of huggingface_hub into one sentence each."""
     from huggingface_hub import constants
-    from huggingface_hub.errors import (
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError
         GatedRepoError,
         HfHubHTTPError,
-        HTTPError,  # type: ignore[attr-defined]
+        HTTPError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
         RevisionNotFoundError,

@@ -744,5 +744,5 @@ def _sampling(generation: ConfigKeys) -> SamplingDefaults:
     return SamplingDefaults(
         temperature=0.0 if is_greedy else generation.positive("temperature", 1.0),
         top_p=top_p,
-        top_k=generation.count("top_k", 0, least=0),
+        top_k=generation.count("top_k", 0, least=-1),
     )
