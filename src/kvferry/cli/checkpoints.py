@@ -5,8 +5,7 @@ environment: HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE and the timeouts. Th
 which files are fetched, and turns every failure into one sentence. The configuration is fetched
 and checked before the weights.
 
-The only module that imports huggingface_hub. Its import takes half a second, so it is imported
-when a name has to be fetched.
+The import of huggingface_hub takes half a second, so functions that fetch a name import it.
 """
 
 import errno
