@@ -9,14 +9,14 @@ bounded by count. A step pays only for the requests that wait for their first to
 import re
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.connectors.stats import HISTOGRAMS, KVConnectorStats, add_up, merge_stats
 from kvferry.engine.messages import AddRequest, RequestOutput, SequenceSlice, TransferSummary
 from kvferry.events import TransferTimes
-from kvferry.web.transfer_records import TransferRecord
+from kvferry.web.transfer_records import TransferRecord, make_transfer_record
 
 __all__ = ["ConnectorTotals", "TransferLog"]
 
@@ -53,6 +53,11 @@ class TransferLog:
     def is_watching(self) -> bool:
         return bool(self._watched)
 
+    @property
+    def watched(self) -> Collection[str]:
+        """The requests that have no first token yet."""
+        return self._watched.keys()
+
     def note_arrival(self, request: AddRequest, now: float) -> None:
         """Add an entry if the KV of the request is to come from a peer."""
         if not request.kv_transfer_params or not request.kv_transfer_params.get(
@@ -79,7 +84,9 @@ class TransferLog:
             if entry is not None and entry.scheduled is None:
                 entry.scheduled = now
 
-    def note_outputs(self, outputs: Iterable[RequestOutput], now: float) -> None:
+    def note_outputs(self, outputs: Iterable[RequestOutput], now: float) -> list[str]:
+        """Record first tokens and failures; return the requests whose records are complete now."""
+        ended = []
         for output in outputs:
             entry = self._watched.pop(output.request_id, None)
             if entry is None:
@@ -88,10 +95,17 @@ class TransferLog:
                 entry.first_token = now
             if output.error is not None:
                 entry.failure = output.error[:_MAX_FAILURE_CHARS]
+            ended.append(output.request_id)
+        return ended
 
     def forget(self, request_id: str) -> None:
         """Stop watching an aborted request, which gets no first token; the entry stays."""
         self._watched.pop(request_id, None)
+
+    def record_of(self, request_id: str, now: float) -> TransferRecord | None:
+        """The record of an engine's request id."""
+        entry = self._entries.get(request_id)
+        return None if entry is None else _record(entry, now)
 
     def records(self, name: str, now: float) -> list[TransferRecord]:
         """Return the records of a client's or an engine's request id, newest first.
@@ -116,25 +130,13 @@ def _is_named(request_id: str, name: str) -> bool:
 
 
 def _record(entry: _TransferEntry, now: float) -> TransferRecord:
-    def since(moments: Iterable[float | None]) -> float | None:
-        known = [moment for moment in moments if moment is not None]
-        return max(0.0, max(known) - entry.arrived) if known else None
-
-    pulls = entry.pulls
-    began = [pull.began_at for pull in pulls if pull.began_at is not None]
-    return TransferRecord(
-        request_id=entry.request_id,
-        age_s=now - entry.arrived,
-        attached_s=since(pull.attached_at for pull in pulls),
-        allocated_s=since(pull.allocated_at for pull in pulls),
-        read_began_s=since([min(began)] if began else []),
-        read_ended_s=since(pull.moved_at for pull in pulls),
-        confirmed_s=since(pull.confirmed_at for pull in pulls),
-        scheduled_s=since([entry.scheduled]),
-        first_token_s=since([entry.first_token]),
-        bytes=sum(pull.total_bytes for pull in pulls),
-        segments=sum(pull.segments for pull in pulls),
-        transport=next((pull.transport for pull in pulls if pull.transport), ""),
+    return make_transfer_record(
+        entry.request_id,
+        entry.arrived,
+        now,
+        entry.pulls,
+        scheduled=entry.scheduled,
+        first_token=entry.first_token,
         failure=entry.failure,
     )
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from kvferry.router.timeline import RequestEvent, RequestOutcome, Timeline
-from kvferry.web.transfer_records import TransferRecord
+from kvferry.web.transfer_records import TransferRecord, transfer_phases
 
-__all__ = ["RequestDetail", "RequestPhase", "state_of", "view_request"]
+__all__ = ["RequestDetail", "RequestPhase", "request_phases", "state_of", "view_request"]
 
 _SAME_MOMENT_S = 1.0
 """Records of one request are at most this far apart; records of another request with the same id
@@ -84,11 +84,9 @@ def view_request(
 ) -> RequestDetail:
     """Build the view of one request. `records`: D's transfer records for this request id."""
     record = _matching_record(timeline, records, now)
-    phases = [
-        *_queued(timeline),
-        *_prefills(timeline, shown),
-        *_decodes(timeline, record, now, shown),
-    ]
+    phases = request_phases(timeline, shown)
+    if record is not None:
+        phases = _with_parts(phases, record, now - timeline.arrived)
     return RequestDetail(
         id=timeline.request_id,
         route=timeline.route,
@@ -104,6 +102,17 @@ def view_request(
         phases=phases,
         has_transfer=record is not None,
     )
+
+
+def request_phases(timeline: Timeline, shown: FormatSubject = str) -> list[RequestPhase]:
+    """The phases that the router itself sees, in order. The dashboard, and the spans of a trace,
+    both show these phases.
+    """
+    return [
+        *_queued(timeline),
+        *_prefills(timeline, shown),
+        *_decodes(timeline, shown),
+    ]
 
 
 def _queued(timeline: Timeline) -> Iterator[RequestPhase]:
@@ -149,9 +158,7 @@ def _tries(
         )
 
 
-def _decodes(
-    timeline: Timeline, record: TransferRecord | None, now: float, shown: FormatSubject
-) -> Iterator[RequestPhase]:
+def _decodes(timeline: Timeline, shown: FormatSubject) -> Iterator[RequestPhase]:
     tries = list(
         _tries(
             timeline,
@@ -165,13 +172,7 @@ def _decodes(
             shown,
         )
     )
-    yield from tries[:-1]
-    for last in tries[-1:]:
-        yield from (
-            [last]
-            if record is None or last.is_failed
-            else _parts(last, record, now - timeline.arrived)
-        )
+    yield from tries
     answered = timeline.time_of(RequestEvent.FIRST_TOKEN)
     if answered is not None:
         yield RequestPhase(
@@ -184,6 +185,16 @@ def _decodes(
         )
 
 
+def _with_parts(
+    phases: Sequence[RequestPhase], record: TransferRecord, now_s: float
+) -> list[RequestPhase]:
+    """Replace the last try of the decode leg by D's own steps, unless that try failed."""
+    last = max((n for n, phase in enumerate(phases) if phase.name == "decode"), default=None)
+    if last is None or phases[last].is_failed:
+        return list(phases)
+    return [*phases[:last], *_parts(phases[last], record, now_s), *phases[last + 1 :]]
+
+
 def _parts(leg: RequestPhase, record: TransferRecord, now_s: float) -> Iterator[RequestPhase]:
     """Split the wait for D's first token into D's own steps, fitted into the router's times."""
     began, limit = leg.began_s, now_s if leg.ended_s is None else leg.ended_s
@@ -192,33 +203,28 @@ def _parts(leg: RequestPhase, record: TransferRecord, now_s: float) -> Iterator[
     received = max(began, min(now_s - record.age_s, limit - (record.first_token_s or 0.0)))
     if received - began < _UNSEEN_S:
         received = began
-    steps = (
-        ("received", 0.0 if received > began else None, ""),
-        ("lease", record.attached_s, ""),
-        ("blocks", record.read_began_s, ""),
-        ("transfer", record.read_ended_s, _moved(record)),
-        ("confirm", record.confirmed_s, ""),
-        ("scheduled", record.scheduled_s, ""),
-    )
-    for name, after_s, detail in steps:
-        if after_s is None:
-            continue
-        ended = min(received + after_s, limit)
-        if ended >= began:
-            yield RequestPhase(
-                name=name, began_s=began, ended_s=ended, instance=leg.instance, detail=detail
-            )
-            began = ended
-    name = "failed" if record.failure else "first token"
-    is_failed = bool(record.failure)
-    yield RequestPhase(
-        name=name,
-        began_s=began,
-        ended_s=leg.ended_s,
-        instance=leg.instance,
-        detail=record.failure,
-        is_failed=is_failed,
-    )
+    if received > began:
+        yield RequestPhase(name="received", began_s=began, ended_s=received, instance=leg.instance)
+    for phase in transfer_phases(record):
+        is_last = phase.name in ("first token", "failed")
+        ended = leg.ended_s if is_last else min(received + (phase.ended_s or 0.0), limit)
+        yield RequestPhase(
+            name=phase.name,
+            began_s=min(received + phase.began_s, limit),
+            ended_s=ended,
+            instance=leg.instance,
+            detail=_detail(phase.name, record),
+            is_failed=phase.name == "failed",
+        )
+
+
+def _detail(name: str, record: TransferRecord) -> str:
+    match name:
+        case "transfer":
+            return _moved(record)
+        case "failed":
+            return record.failure
+    return ""
 
 
 def _moved(record: TransferRecord) -> str:
