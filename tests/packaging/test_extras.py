@@ -18,9 +18,15 @@ from kvferry.cli.extras import EXTRAS
 from kvferry.cli.main import COMMANDS, main
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-IMPORT_NAMES = {"mooncake_transfer_engine_non_cuda": "mooncake"}
+IMPORT_NAMES = {
+    "mooncake_transfer_engine_non_cuda": "mooncake",
+    "opentelemetry_exporter_otlp_proto_http": "opentelemetry.exporter.otlp.proto.http",
+    "opentelemetry_sdk": "opentelemetry.sdk",
+}
 """Of packages whose names differ from it."""
-OPTIONAL = sorted({package for packages in EXTRAS.values() for package in packages})
+OPTIONAL = sorted(
+    {package.partition(".")[0] for packages in EXTRAS.values() for package in packages}
+)
 
 
 def installed_by(extra: str) -> set[str]:
@@ -62,7 +68,7 @@ def test_the_base_install_asks_for_four_packages() -> None:
 
 def test_the_check_knows_the_packages_of_every_extra() -> None:
     assert {extra: set(packages) for extra, packages in EXTRAS.items()} == {
-        extra: installed_by(extra) for extra in ("router", "engine", "object", "mooncake", "all")
+        extra: installed_by(extra) for extra in EXTRAS
     }
     assert "torch" in EXTRAS["engine"]
     assert "torch" not in EXTRAS["router"]
@@ -72,8 +78,8 @@ def test_the_check_knows_the_packages_of_every_extra() -> None:
 def test_commands_and_benchmarks_name_extras_that_exist() -> None:
     named = {entry.extra for entry in COMMANDS.values()}
     named |= {entry.extra for entry in BENCHMARKS.values()}
-    # Settings, not commands, need the extras of tiers.
-    assert named == {None, *EXTRAS} - {"object", "mooncake"}
+    # Settings, not commands, need the extras of tiers and of tracing.
+    assert named == {None, *EXTRAS} - {"object", "mooncake", "tracing"}
 
 
 @pytest.mark.parametrize(
@@ -102,6 +108,12 @@ def test_commands_and_benchmarks_name_extras_that_exist() -> None:
             "prometheus_client",
             "kvferry: `kvferry bench router` needs the package prometheus-client, which is not "
             "installed; install it with: pip install 'kvferry[router]'\n",
+        ),
+        (
+            ["proxy", "--otlp-traces-endpoint", "http://localhost:4318"],
+            "opentelemetry.sdk",
+            "kvferry: `kvferry proxy --otlp-traces-endpoint` needs the package opentelemetry-sdk, "
+            "which is not installed; install it with: pip install 'kvferry[tracing]'\n",
         ),
     ],
 )

@@ -28,19 +28,28 @@ _ENGINE = (
 )
 _OBJECT = ("obstore",)
 _MOONCAKE = ("mooncake",)
+_TRACING = ("opentelemetry.exporter.otlp.proto.http", "opentelemetry.sdk")
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "router": _ROUTER,
     "engine": _ENGINE,
     "object": _OBJECT,
     "mooncake": _MOONCAKE,
+    "tracing": _TRACING,
     "all": tuple(sorted({*_ROUTER, *_ENGINE, *_OBJECT, "rich"})),
 }
 """The names under which the packages of an extra are imported."""
 
 
 def missing_packages(extra: str) -> list[str]:
-    """Return the packages of an extra that are not installed. Imports nothing."""
-    return [name for name in EXTRAS[extra] if find_spec(name) is None]
+    """Return the packages of an extra that are not installed. Imports no package itself."""
+    return [name for name in EXTRAS[extra] if not _is_installed(name)]
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # the package around it is not installed
+        return False
 
 
 def check_extra(command: str, extra: str, needed: Sequence[str] | None = None) -> None:
@@ -49,7 +58,7 @@ def check_extra(command: str, extra: str, needed: Sequence[str] | None = None) -
     `needed` names the packages of the extra that the command needs; None: all of them.
     """
     missing = [
-        name.replace("_", "-")
+        name.replace("_", "-").replace(".", "-")
         for name in missing_packages(extra)
         if needed is None or name in needed
     ]

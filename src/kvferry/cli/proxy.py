@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kvferry.cli.arguments import Parser, parse_port
 from kvferry.cli.cluster.addresses import announce_address, dialable
 from kvferry.cli.runtime import add_log_arguments, log_settings
+from kvferry.cli.tracing import add_traces_argument, find_traces_endpoint
 from kvferry.config import ClusterSecret, SideChannelConfig
 from kvferry.config.private_files import (
     read_or_make_private_file,
@@ -38,6 +39,7 @@ from kvferry.web.api_keys import check_key
 
 if TYPE_CHECKING:
     from kvferry.router.app import RouterApp
+    from kvferry.router.tracing import RouterTracer
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "router_options", "run"]
 
@@ -151,6 +153,7 @@ def add_arguments(parser: Parser) -> None:
         "--access-log", action="store_true", default=None, help="log one line per request"
     )
     add_log_arguments(parser)
+    add_traces_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -159,18 +162,22 @@ def run(arguments: argparse.Namespace) -> int:
 
     configure_logs(log_settings(arguments))
     options, made_key = _with_admin_key(router_options(arguments))
+    endpoint = find_traces_endpoint("proxy", options.otlp_traces_endpoint, os.environ)
     secret = ClusterSecret.load(os.environ)
-    with _releases(secret) as releases:
+    with _releases(secret) as releases, _tracing(endpoint, options) as tracer:
         run_router(
             options,
-            lambda: _make_app(options, releases, secret),
+            lambda: _make_app(options, releases, secret, tracer),
             lambda address: _announce(address, bool(options.access.ssl_certfile), made_key),
         )
     return 0
 
 
 def _make_app(
-    options: RouterOptions, side_channels: SideChannelSender, secret: ClusterSecret
+    options: RouterOptions,
+    side_channels: SideChannelSender,
+    secret: ClusterSecret,
+    tracer: "RouterTracer | None",
 ) -> "RouterApp":
     from kvferry.router.app import RouterApp
     from kvferry.router.conversations.turns import make_turn_query_by
@@ -187,7 +194,26 @@ def _make_app(
         make_failure_query=lambda watcher: make_failure_query_by(
             side_channels.query_failure, watcher.side_channel
         ),
+        tracer=tracer,
     )
+
+
+@contextmanager
+def _tracing(endpoint: str, options: RouterOptions) -> "Iterator[RouterTracer | None]":
+    """Open and close the exporter of spans; None if tracing is off."""
+    if not endpoint:
+        yield None
+        return
+    # Imported here, because the packages belong to the extra [tracing].
+    from kvferry.router.tracing import RouterTracer
+    from kvferry.tracing.exporter import TraceExporter
+
+    attributes = {"service.instance.id": f"{options.host}:{options.port}"}
+    tracer = RouterTracer(TraceExporter(endpoint, "kvferry-router", attributes))
+    try:
+        yield tracer
+    finally:
+        tracer.close()
 
 
 def router_options(arguments: argparse.Namespace) -> RouterOptions:
@@ -210,7 +236,7 @@ def router_options(arguments: argparse.Namespace) -> RouterOptions:
         services=(*from_file, *from_flags),
         routing=_overridden(options.routing, arguments),
         access=_merged(options.access, _access(arguments)),
-        **_given(arguments, ("host", "port", "access_log")),
+        **_given(arguments, ("host", "port", "access_log", "otlp_traces_endpoint")),
     )
 
 

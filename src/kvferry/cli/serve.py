@@ -15,6 +15,7 @@ from kvferry.cli.checkpoints import find_checkpoint
 from kvferry.cli.cluster.addresses import announce_address, check_listenable, curl_command, dialable
 from kvferry.cli.register import Registration, check_router_url, role_of
 from kvferry.cli.runtime import add_log_arguments, log_settings
+from kvferry.cli.tracing import add_traces_argument, find_traces_endpoint
 from kvferry.config import (
     ClusterSecret,
     KVTransferConfig,
@@ -125,6 +126,7 @@ def add_arguments(parser: Parser) -> None:
         help="address at which routers reach this engine (default: the side channel's host)",
     )
     add_log_arguments(parser)
+    add_traces_argument(parser)
     for name in DATA_PARALLEL:
         parser.add_unsupported(
             name, advice="start several engines and list them all for `kvferry proxy`"
@@ -317,6 +319,9 @@ def engine_options(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
         shutdown_timeout_s=arguments.shutdown_timeout,
         drain_timeout_s=arguments.drain_timeout,
         kv_transfer=transfer,
+        otlp_traces_endpoint=find_traces_endpoint(
+            "serve", arguments.otlp_traces_endpoint or "", environ
+        ),
     )
 
 

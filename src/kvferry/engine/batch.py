@@ -32,6 +32,8 @@ class StepBatch:
     preempted_req_ids: set[str] = field(default_factory=set)
     is_lookup_pending: bool = False
     """True if the connector could not answer a lookup yet; the core asks again soon."""
+    begun_loads: list[str] = field(default_factory=list)
+    """The requests whose loads begin in this step."""
 
     def share(self, wanted: int) -> int:
         """Return how many of `wanted` tokens still fit into this step."""
@@ -206,7 +208,7 @@ class Batcher:
             return _Outcome.SKIPPED
         match = Match(num_local_tokens, offer.num_tokens)
         return (
-            self._begin_load(seq, cached, match)
+            self._begin_load(seq, cached, match, batch)
             if offer.is_async
             else self._begin(seq, cached, match, batch)
         )
@@ -220,7 +222,9 @@ class Batcher:
         count = max(0, min(count, seq.num_tokens - num_local_tokens))
         return _ExternalTokens(count, is_async and count > 0)
 
-    def _begin_load(self, seq: Sequence, cached: CachedPrefix, match: Match) -> _Outcome:
+    def _begin_load(
+        self, seq: Sequence, cached: CachedPrefix, match: Match, batch: StepBatch
+    ) -> _Outcome:
         """Hold blocks for the local prefix and for the tokens that the connector loads.
 
         The blocks are published only when the load has succeeded.
@@ -237,6 +241,7 @@ class Batcher:
         seq.num_computed_tokens = match.local_tokens
         self.queues.load(seq)
         self.connector.update_state_after_alloc(seq, BlockTable(seq.tables), match.external_tokens)
+        batch.begun_loads.append(seq.request_id)
         return _Outcome.ADMITTED
 
     def _reserved_blocks(self) -> int:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing import connection
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -65,6 +66,9 @@ from kvferry.engine.transfer_log import ConnectorTotals
 from kvferry.errors import ConfigError, KVFerryError, TransportError
 from kvferry.logs import configure_logs
 from kvferry.types import FailurePolicy
+
+if TYPE_CHECKING:
+    from kvferry.engine.tracing import EngineTracer
 
 __all__ = ["EngineCore", "Executor", "limits_of", "run_core"]
 
@@ -222,12 +226,14 @@ class EngineCore:
         connector: KVConnectorBase_V1 | None,
         limits: SchedulerLimits,
         wakeup: Wakeup,
+        tracer: "EngineTracer | None" = None,
     ) -> None:
         self._api = api
         self._executor = executor
         self._connector = connector
         self._scheduler = Scheduler(limits, connector)
         self._wakeup = wakeup
+        self._tracer = tracer
         self._totals = ConnectorTotals()
         self._is_stopping = False
         self._is_draining = False
@@ -250,7 +256,7 @@ class EngineCore:
                 if connector.provides_dummy_kv and limits.enable_prefix_caching:
                     _log.info("prefix caching is off, because the connector makes up KV")
                     limits = replace(limits, enable_prefix_caching=False)
-            core = cls(api, executor, connector, limits, wakeup)
+            core = cls(api, executor, connector, limits, wakeup, _make_tracer(setup))
             if connector is not None:
                 connector.bind_kv_cache_manager(core._scheduler)
             # Ignore SIGTERM from here on, like SIGINT, before the API process learns that the core
@@ -273,18 +279,29 @@ class EngineCore:
         plan = self._scheduler.schedule()
         if self._totals.transfer_log.is_watching:
             self._totals.transfer_log.note_plan(plan.slices, time.monotonic())
+        if self._tracer is not None:
+            self._tracer.note_loads(self._scheduler.begun_loads, time.monotonic())
         result = self._executor.execute(plan)
         outputs = self._scheduler.update(plan, result)
         if result.connector_output is not None:
             self._totals.add(result.connector_output.kv_connector_stats)
             self._totals.transfer_log.note_receives(result.connector_output.recving_times)
+            if self._tracer is not None:
+                self._tracer.note_connector_output(
+                    result.connector_output,
+                    self._totals.transfer_log.watched,
+                    time.monotonic(),
+                )
         if self._connector is not None:
             self._totals.add(self._connector.get_kv_connector_stats())
         self._report(outputs)
 
     def _report(self, outputs: list[RequestOutput]) -> None:
-        if self._totals.transfer_log.is_watching:
-            self._totals.transfer_log.note_outputs(outputs, time.monotonic())
+        now, log = time.monotonic(), self._totals.transfer_log
+        received = log.note_outputs(outputs, now) if log.is_watching else []
+        if self._tracer is not None:
+            records = [log.record_of(request_id, now) for request_id in received]
+            self._tracer.note_outputs(outputs, [record for record in records if record], now)
         if self._is_draining:
             # A draining engine serves no next turn.
             self._scheduler.evict_retained()
@@ -328,10 +345,17 @@ class EngineCore:
         for message in self._api.receive():
             match message:
                 case AddRequest():
-                    self._totals.transfer_log.note_arrival(message, time.monotonic())
+                    now = time.monotonic()
+                    self._totals.transfer_log.note_arrival(message, now)
+                    if self._tracer is not None:
+                        self._tracer.note_arrival(message, now)
                     refusal = self._scheduler.add(message)
                     outputs += [] if refusal is None else [refusal]
                 case AbortRequest(request_id=request_id):
+                    if self._tracer is not None:
+                        now = time.monotonic()
+                        record = self._totals.transfer_log.record_of(request_id, now)
+                        self._tracer.note_abort(request_id, record, now)
                     self._totals.transfer_log.forget(request_id)
                     self._scheduler.abort(request_id)
                 case GetStatus(nonce=nonce):
@@ -379,6 +403,8 @@ class EngineCore:
                 self._connector.shutdown()
         finally:
             self._executor.close()
+            if self._tracer is not None:
+                self._tracer.close()
 
 
 class _ApiPipe:
@@ -480,6 +506,23 @@ def limits_of(setup: EngineSetup, worker: Worker) -> SchedulerLimits:
         groups=worker.kv_cache_config.groups,
         serves_peers=transfer is not None and transfer.is_kv_producer,
     )
+
+
+def _make_tracer(setup: EngineSetup) -> "EngineTracer | None":
+    options = setup.options
+    if not options.otlp_traces_endpoint:
+        return None
+    # Imported here, because the packages belong to the extra [tracing].
+    from kvferry.engine.tracing import EngineTracer
+    from kvferry.tracing.exporter import TraceExporter
+
+    transfer = options.kv_transfer
+    engine_id = "" if transfer is None else str(transfer.engine_id or "")
+    attributes = {
+        "service.instance.id": engine_id or setup.epoch,
+        "gen_ai.request.model": options.served_model_name,
+    }
+    return EngineTracer(TraceExporter(options.otlp_traces_endpoint, "kvferry-engine", attributes))
 
 
 def _scheduler_connector(

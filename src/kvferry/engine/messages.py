@@ -17,6 +17,7 @@ import msgspec
 
 from kvferry.connectors.contract import KVConnectorMetadata, KVConnectorOutput
 from kvferry.engine.model.config import SamplingDefaults
+from kvferry.tracing.context import TraceContext
 from kvferry.web.transfer_records import TransferRecord
 
 __all__ = [
@@ -148,6 +149,8 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True):
     """An id that all choices of one prompt share."""
     draw_seed: int | None = None
     """Seed of the random stream; None lets the engine choose a seed."""
+    trace: TraceContext | None = None
+    """The caller's span; None if the client sent no trace context."""
 
 
 class AbortRequest(msgspec.Struct, frozen=True, tag=True):

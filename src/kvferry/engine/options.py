@@ -105,6 +105,8 @@ class EngineOptions:
     """How long requests may take to finish after Ctrl-C (SIGINT)."""
     drain_timeout_s: float = 30.0
     """How long requests may take to finish, and peers to fetch leased blocks, after SIGTERM."""
+    otlp_traces_endpoint: str = ""
+    """The collector's URL for spans; empty: no spans are written."""
 
     def __post_init__(self) -> None:
         for name in (

@@ -108,6 +108,11 @@ class Scheduler:
         return self._batch.is_lookup_pending
 
     @property
+    def begun_loads(self) -> list[str]:
+        """The requests whose loads began in the last step."""
+        return self._batch.begun_loads
+
+    @property
     def has_transfers(self) -> bool:
         """True if the connector still has to report the end of a load or of a delayed free."""
         return self._queues.has_blocks_in_transfer

@@ -11,6 +11,7 @@ import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from kvferry.errors import ConfigError, RequestRefused
 from kvferry.protocol.tickets import PushTicketKey
@@ -52,6 +53,9 @@ from kvferry.router.time_series import TimeSeries
 from kvferry.router.timeline import RecentRequests
 from kvferry.types import Address, FailurePolicy
 
+if TYPE_CHECKING:
+    from kvferry.router.tracing import RouterTracer
+
 __all__ = ["RouterApp"]
 
 _log = logging.getLogger(__name__)
@@ -74,12 +78,14 @@ class RouterApp:
         registrar: Registrar | None = None,
         make_turn_query: Callable[[InstanceWatcher], TurnQuery] | None = None,
         make_failure_query: Callable[[InstanceWatcher], FailureQuery] | None = None,
+        tracer: "RouterTracer | None" = None,
     ) -> None:
         """Build the router without starting it.
 
         Without `push_key`, prefill legs always run before decode legs. `make_turn_query` makes the
         function that asks decode instances for retained turns that are missing from streams,
-        `make_failure_query` the function that asks instances why a transfer failed.
+        `make_failure_query` the function that asks instances why a transfer failed. `tracer` writes
+        the spans of requests; the caller closes it.
         """
         now = time.monotonic()
         self.options = options
@@ -129,6 +135,7 @@ class RouterApp:
             self._recent,
             time_series,
             self._access_log,
+            tracer=tracer,
         )
         self._engine_routes = RouteTable(options.routing.forwarded_routes)
         admin = Admin(self.fleet, registrar, self.watcher.probe_now, self.watcher.forget_instance)

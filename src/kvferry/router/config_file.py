@@ -47,7 +47,12 @@ _TABLES: Mapping[str, type[Any]] = {
     "conversations": ConversationOptions,
     "discovery": DiscoveryOptions,
 }
-_PLAIN: Mapping[str, type[Any]] = {"host": str, "port": int, "access_log": bool}
+_PLAIN: Mapping[str, type[Any]] = {
+    "host": str,
+    "port": int,
+    "access_log": bool,
+    "otlp_traces_endpoint": str,
+}
 _KEY_FILES = {
     "api_key_file": "api_keys",
     "admin_key_file": "admin_key",

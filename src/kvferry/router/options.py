@@ -158,6 +158,8 @@ class RouterOptions:
     """Port to listen on; 0 chooses a free port."""
     access_log: bool = False
     """Write one log line per request."""
+    otlp_traces_endpoint: str = ""
+    """The collector's URL for spans; empty: what the OTEL_* variables say."""
     timeouts: Timeouts = field(default_factory=Timeouts)
     limits: RouterLimits = field(default_factory=RouterLimits)
     admission: AdmissionOptions = field(default_factory=AdmissionOptions)

@@ -9,8 +9,8 @@ thread. See docs/decisions/011-inside-vllm.md.
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -30,8 +30,10 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from kvferry.connectors import contract
 from kvferry.connectors.factory import KVConnectorFactory
+from kvferry.connectors.metadata import NixlWorkerMetadata
 from kvferry.connectors.params import PrefillForPeer, read_params
 from kvferry.errors import ConfigError
+from kvferry.events import TransferTimes
 from kvferry.logs import LEVEL_VARIABLE, ForwardingHandler, LogSettings
 from kvferry.vllm.block_demand import BlockDemand
 from kvferry.vllm.compatibility import check_supported
@@ -54,6 +56,9 @@ from kvferry.vllm.translate import (
     null_blocks_as_holes,
     strip_transfer_params,
 )
+
+if TYPE_CHECKING:
+    from kvferry.vllm.tracing import ConnectorTracer
 
 __all__ = [
     "KVFerryConnector",
@@ -108,6 +113,8 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     failed_loads: frozenset[str] = frozenset()
     """Optional loads that failed on this rank."""
     weights: WeightsSample | None = None
+    times: dict[str, list[TransferTimes]] = field(default_factory=dict)
+    """When the loads that have ended reached each stage; empty if vLLM writes no spans."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerMetadata":
         assert isinstance(other, WorkerMetadata)
@@ -121,7 +128,11 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
             if self.weights is not None and other.weights is not None
             else self.weights or other.weights
         )
-        return WorkerMetadata(inner, self.failed_loads | other.failed_loads, weights)
+        times = {
+            request: [*self.times.get(request, ()), *other.times.get(request, ())]
+            for request in self.times.keys() | other.times.keys()
+        }
+        return WorkerMetadata(inner, self.failed_loads | other.failed_loads, weights, times)
 
 
 @dataclass
@@ -179,6 +190,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._loads = RemoteLoads()
         self._excused = OptionalLoadFailures()
         self._has_unreported_stats = False
+        self._is_traced = bool(vllm_config.observability_config.otlp_traces_endpoint)
+        self._tracer = _make_tracer() if self._is_traced and not is_worker else None
+        self._load_times: dict[str, list[TransferTimes]] = {}
         self._idle = IdleWait(
             None if is_worker else find_engine_loop(),
             longest_wait_s(vllm_config.parallel_config.distributed_executor_backend),
@@ -257,6 +271,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._needs.watermark = kv_cache_manager.watermark_blocks
 
     def on_new_request(self, request: Any) -> None:
+        if self._tracer is not None:
+            self._tracer.add(request)
         self._salts.note_request(request)
         is_producer = self._vllm_config.kv_transfer_config.is_kv_producer
         role = read_params(request.kv_transfer_params)
@@ -309,6 +325,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             self._view(request), BlocksView(blocks), num_external_tokens
         )
         if num_external_tokens:
+            if self._tracer is not None:
+                self._tracer.begin_load(request)
             self._loads.begin(request)
             if self._inner.is_load_optional(str(request.request_id)):
                 self._loads.announce_optional(str(request.request_id))
@@ -368,6 +386,22 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             kv_connector_worker_meta=None if worker_metadata is None else worker_metadata.inner,
         )
         self._inner.update_connector_output(ours)
+        if self._tracer is not None:
+            self._trace_output(self._tracer, ours, worker_metadata)
+
+    def _trace_output(
+        self,
+        tracer: "ConnectorTracer",
+        output: contract.KVConnectorOutput,
+        worker_metadata: WorkerMetadata | None,
+    ) -> None:
+        times, failed, reasons = {}, set(output.failed_recving), {}
+        if worker_metadata is not None:
+            times, failed = worker_metadata.times, failed | worker_metadata.failed_loads
+            if isinstance(worker_metadata.inner, NixlWorkerMetadata):
+                reasons = worker_metadata.inner.failed
+        tracer.end_loads(output.finished_recving, frozenset(failed), times, reasons)
+        tracer.end_leases(output.finished_sending)
 
     def _take_weights_sample(self, sample: WeightsSample) -> None:
         if not self._weights.take_sample(sample):
@@ -391,10 +425,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._end_request(request)
-        is_delayed, params = self._inner.request_finished(
-            self._view(request), null_blocks_as_holes(block_ids)
-        )
-        return is_delayed, self._first_token_note.add_to(params, request)
+        result = self._inner.request_finished(self._view(request), null_blocks_as_holes(block_ids))
+        return self._finished(request, result)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -408,9 +440,17 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
                 request.request_id,
             )
             view = replace(view, has_unknown_states=True)
-        is_delayed, params = self._inner.request_finished_all_groups(
+        result = self._inner.request_finished_all_groups(
             view, tuple(map(null_blocks_as_holes, block_ids))
         )
+        return self._finished(request, result)
+
+    def _finished(
+        self, request: Any, result: tuple[bool, dict[str, Any] | None]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if self._tracer is not None:
+            self._tracer.finish(request, result)
+        is_delayed, params = result
         return is_delayed, self._first_token_note.add_to(params, request)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
@@ -486,20 +526,29 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = self._inner.get_transfer_results(finished_req_ids)
         failed = self._excused.remove_optional(results.finished_recving, results.failed_recving)
+        if self._is_traced:
+            self._load_times |= results.recving_times
         return KVConnectorTransferResults(
             results.finished_sending, results.finished_recving, failed
         )
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         sample, self._weights_sample = self._weights_sample, None
+        times, self._load_times = self._load_times, {}
         worker_metadata = WorkerMetadata(
-            self._inner.build_connector_worker_meta(), self._excused.take_failed(), sample
+            self._inner.build_connector_worker_meta(), self._excused.take_failed(), sample, times
         )
-        return (
-            worker_metadata
-            if worker_metadata.inner is not None or worker_metadata.failed_loads or sample
-            else None
+        is_empty = worker_metadata.inner is None and not (
+            worker_metadata.failed_loads or sample or times
         )
+        return None if is_empty else worker_metadata
+
+
+def _make_tracer() -> "ConnectorTracer":
+    # Imported here, because vLLM works without OpenTelemetry if it writes no spans.
+    from kvferry.vllm.tracing import ConnectorTracer
+
+    return ConnectorTracer()
 
 
 class KVFerryPushConnector(KVFerryConnector):

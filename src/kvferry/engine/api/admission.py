@@ -12,6 +12,7 @@ from typing import Any
 from kvferry.engine.api.schema import GenerationRequest
 from kvferry.engine.messages import AddRequest, CoreReady, SamplingParams
 from kvferry.errors import RequestRefused
+from kvferry.tracing.context import TraceContext
 
 __all__ = ["MAX_SEQUENCES", "IgnoredTransfers", "RequestAdmission", "check_token_ids"]
 
@@ -44,8 +45,11 @@ class RequestAdmission:
     """
     logprobs: int | None
 
-    def add_requests(self, ready: CoreReady, nonces: Sequence[str]) -> list[AddRequest]:
+    def add_requests(
+        self, ready: CoreReady, nonces: Sequence[str], trace: TraceContext | None = None
+    ) -> list[AddRequest]:
         """Return one engine request per choice, with choices of the same prompt next to each other.
+        `trace`: the caller's span.
 
         Raise RequestRefused when a prompt or a limit does not fit the model.
         """
@@ -72,6 +76,7 @@ class RequestAdmission:
                 draw_seed=None
                 if self.request.seed is None
                 else (self.request.seed + sample) & _SEED_MASK,
+                trace=trace,
             )
             for index, (which, sample) in enumerate(choices)
         ]

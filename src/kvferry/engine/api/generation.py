@@ -32,6 +32,7 @@ from kvferry.engine.api.tokenizer import SpecialTokens
 from kvferry.engine.client import OutputStream
 from kvferry.engine.messages import AddRequest, RequestOutput
 from kvferry.errors import RemoteProtocolError, RequestRefused
+from kvferry.tracing.context import read_trace_context
 from kvferry.web.errors import error_body
 
 __all__ = ["EventStream", "Generation", "GenerationResponder", "Submission"]
@@ -231,7 +232,9 @@ class GenerationResponder:
         self._note_unused_transfer()
         count = len(admission.prompts) * self._request.samples
         requests = admission.add_requests(
-            self._context.engine.ready, [secrets.token_hex(4) for _ in range(count)]
+            self._context.engine.ready,
+            [secrets.token_hex(4) for _ in range(count)],
+            read_trace_context(self._http.headers.get),
         )
         return Submission(self.request_id, int(time.time()), self._context.model_name, requests)
 

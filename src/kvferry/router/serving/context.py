@@ -28,6 +28,7 @@ from kvferry.router.routes.table import Api
 from kvferry.router.serving.client_request import ClientRequest
 from kvferry.router.serving.first_token import CONTINUED_PATH, FirstToken
 from kvferry.router.timeline import RequestEvent, Timeline
+from kvferry.tracing.context import TraceContext, read_trace_context
 from kvferry.web.errors import error_body, error_message
 
 __all__ = [
@@ -67,7 +68,6 @@ _JSON = ("Content-Type", "application/json; charset=utf-8")
 _EVENTS = [("Content-Type", "text/event-stream; charset=utf-8"), ("Cache-Control", "no-cache")]
 # Without this header nginx collects events until its buffer of 4 KiB is full.
 _UNBUFFERED = ("X-Accel-Buffering", "no")
-_TRACE_HEADERS = ("traceparent", "tracestate", "baggage")
 _TO_CLIENTS = (
     "content-type",
     "content-encoding",
@@ -146,6 +146,8 @@ class RequestContext:
     """What the access log shows of the engines' answers; None: the access log is off."""
     num_failed_transfers: int = 0
     """Decode legs that failed because D could not use P's KV."""
+    trace: TraceContext | None = None
+    """The router's span of this request; None if the router writes no spans."""
     first_token: FirstToken | None = None
     """P's token, if the client's answer begins with it. `client` is then the request for the rest
     of the answer.
@@ -285,15 +287,20 @@ def leg_headers(
     request_id: str,
     authorization: str | None,
     content_type: str = "application/json",
+    trace: TraceContext | None = None,
 ) -> bytes:
-    """Encoded headers of both legs. `authorization`: the credentials sent to instances."""
+    """Encoded headers of both legs. `authorization`: the credentials sent to instances. `trace`:
+    the router's span of the request; without one, the client's context is passed on.
+    """
     fields = [("X-Request-Id", request_id), ("Content-Type", content_type)]
     if authorization is not None:
         fields.append(("Authorization", authorization))
-    for name in _TRACE_HEADERS:
-        value = headers.get(name)
-        if value is not None:
-            fields.append((name, value))
+    trace = trace or read_trace_context(headers.get)
+    if trace is not None:
+        fields += trace.headers()
+    baggage = headers.get("baggage")
+    if baggage is not None:
+        fields.append(("baggage", baggage))
     return request_fields(fields)
 
 

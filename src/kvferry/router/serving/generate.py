@@ -7,6 +7,7 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvferry.router.access import AccessPolicy, credentials
 from kvferry.router.access_log import AccessLog
@@ -35,6 +36,10 @@ from kvferry.router.serving.dispatch import Dispatcher
 from kvferry.router.serving.several_prompts import PromptsServer
 from kvferry.router.time_series import TimeSeries
 from kvferry.router.timeline import RecentRequests, RequestEvent, RequestOutcome
+from kvferry.tracing.context import read_trace_context
+
+if TYPE_CHECKING:
+    from kvferry.router.tracing import RouterTracer
 
 __all__ = ["GenerateHandler"]
 
@@ -61,6 +66,8 @@ class GenerateHandler:
     time_series: TimeSeries
     access_log: AccessLog
     limits: TimeLimits = field(default_factory=TimeLimits)
+    tracer: "RouterTracer | None" = None
+    """Writes the spans of requests; None: the router writes none."""
 
     async def generate(self, route: Route, request: ServerRequest, reply: ResponseWriter) -> None:
         """Serve a request to one of the routes of engines."""
@@ -80,11 +87,17 @@ class GenerateHandler:
             _answer(reply, shaped_answer(route.api, refusal), request_id, cors)
             self.access_log.note_page(request_id, request.method, request.path, client.status)
             return
+        timeline = self.recent.begin(request_id, request.path, time.monotonic())
+        traced = self.tracer.begin(headers, timeline) if self.tracer is not None else None
+        trace = None if traced is None else traced.context
         content_type = headers.get("content-type") if is_opaque else None
         fields = leg_headers(
-            headers, request_id, self._authorization(request), content_type or "application/json"
+            headers,
+            request_id,
+            self._authorization(request),
+            content_type or "application/json",
+            trace,
         )
-        timeline = self.recent.begin(request_id, request.path, time.monotonic())
         timeline.conversation = client.conversation_id or ""
         context = RequestContext(
             request,
@@ -96,6 +109,7 @@ class GenerateHandler:
             fields,
             cors=cors,
             facts=self.access_log.new_facts(),
+            trace=trace,
         )
         outcome = RequestOutcome.ABANDONED
         try:
@@ -119,6 +133,8 @@ class GenerateHandler:
             reply.abort()
         finally:
             self._note_end(context, outcome)
+            if traced is not None:
+                traced.end(timeline)
 
     async def _serve_in_time(self, context: RequestContext, route: Route) -> None:
         limit = self.limits.begin(self.options.timeouts.request)
@@ -157,7 +173,7 @@ class GenerateHandler:
             context,
             self.serving.serve,
             self.admission,
-            lambda request_id: leg_headers(headers, request_id, authorization),
+            lambda request_id: leg_headers(headers, request_id, authorization, trace=context.trace),
             self.options.limits.max_body_bytes,
         ).run()
 
@@ -237,6 +253,5 @@ def _ending(context: RequestContext) -> RequestOutcome:
 
 
 def _trace_id(context: RequestContext) -> str:
-    """The trace id, which is the second field of a W3C `traceparent` header."""
-    parts = (context.http.headers.get("traceparent") or "").split("-")
-    return parts[1] if len(parts) >= 4 else ""
+    trace = context.trace or read_trace_context(context.http.headers.get)
+    return "" if trace is None else trace.trace_id

@@ -1,0 +1,87 @@
+"""Exports the spans of this process to an OTLP collector, by HTTP.
+
+The SDK's batch processor owns the only thread. Its queue is bounded: while the collector is slow or
+gone, spans are dropped and nothing waits. Sampler, headers, certificates, timeouts and batches are
+set by the standard OTEL_* variables, which the SDK reads.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+from kvferry import __version__
+from kvferry.tracing.spans import SpanWriter
+
+__all__ = ["TraceExporter"]
+
+CLOSE_TIMEOUT_S = 2.0
+"""How long the last spans may take to reach the collector when the process ends."""
+_LOG_INTERVAL_S = 60.0
+_QUIETED_LOGGERS = (
+    "opentelemetry.exporter.otlp.proto.http.trace_exporter",
+    "opentelemetry.sdk._shared_internal",
+    "opentelemetry.sdk.trace.export",
+    "opentelemetry.util.re",
+)
+
+
+class TraceExporter:
+    """Owns the exporter of a process, until `close`."""
+
+    def __init__(self, endpoint: str, service: str, attributes: Mapping[str, str]) -> None:
+        """`endpoint`: the collector's URL for traces. `service`: the service name, unless an
+        OTEL_* variable sets it. `attributes` describe this process.
+        """
+        for name in _QUIETED_LOGGERS:
+            logging.getLogger(name).addFilter(_QuietFilter())
+        given = OTELResourceDetector().detect().attributes
+        resource = Resource.create(
+            {"service.name": service, "service.version": __version__, **attributes, **given}
+        )
+        # The SDK's own exit hook waits up to 30 s for the collector.
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+        self.spans = SpanWriter(self._provider.get_tracer("kvferry", __version__))
+
+    def close(self) -> None:
+        """Export the last spans, for at most `CLOSE_TIMEOUT_S`. Idempotent."""
+        # The SDK's shutdown has no deadline of its own that holds for every exporter. Both this
+        # thread and the exporter's are daemons, so that neither delays the end of the process.
+        closing = threading.Thread(
+            target=self._provider.shutdown, name="kvferry-trace-close", daemon=True
+        )
+        closing.start()
+        closing.join(CLOSE_TIMEOUT_S)
+
+
+class _QuietFilter(logging.Filter):
+    """Lets one line through per minute, without the values of headers and URLs, which may hold
+    credentials.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._next_at = 0.0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        now = time.monotonic()
+        if now < self._next_at:
+            return False
+        self._next_at = now + _LOG_INTERVAL_S
+        if isinstance(record.args, tuple):
+            record.args = tuple(_without_secrets(record.name, value) for value in record.args)
+        record.exc_info = None
+        return True
+
+
+def _without_secrets(logger: str, value: object) -> object:
+    """An error of the HTTP client shows the URL; a malformed header is shown as it was given."""
+    if isinstance(value, BaseException):
+        return type(value).__name__
+    return "(not shown)" if logger == "opentelemetry.util.re" else value
