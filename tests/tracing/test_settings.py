@@ -1,0 +1,72 @@
+"""Tests how tracing is turned on, and what is said if it cannot work."""
+
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from kvferry.cli.tracing import find_traces_endpoint
+from kvferry.config.tracing import traces_endpoint
+from kvferry.errors import ConfigError
+
+URL = "http://localhost:4318"
+FULL = f"{URL}/v1/traces"
+
+
+@pytest.mark.parametrize(
+    ("given", "environ", "endpoint"),
+    [
+        ("", {}, ""),
+        (FULL, {}, FULL),
+        (URL, {}, FULL),
+        ("https://host/own/path", {}, "https://host/own/path"),
+        ("", {"OTEL_EXPORTER_OTLP_ENDPOINT": URL}, FULL),
+        ("", {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://host/base/"}, "http://host/base/v1/traces"),
+        ("", {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://a/x"}, "http://a/x"),
+        (FULL, {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://a/x"}, FULL),
+        (FULL, {"OTEL_SDK_DISABLED": "true"}, ""),
+        ("", {"OTEL_EXPORTER_OTLP_ENDPOINT": URL, "OTEL_TRACES_EXPORTER": "none"}, ""),
+    ],
+)
+def test_the_collector_is_named_by_the_flag_or_by_the_standard_variables(
+    given: str, environ: dict[str, str], endpoint: str
+) -> None:
+    assert traces_endpoint(given, environ) == endpoint
+
+
+@pytest.mark.parametrize("url", ["localhost:4318", "grpc://host", "http://", "http://[a", "x"])
+def test_another_kind_of_url_is_refused_without_repeating_it(url: str) -> None:
+    with pytest.raises(ConfigError, match="must be a URL like") as refusal:
+        traces_endpoint(f"{url}?token=secret", {})
+    assert "secret" not in str(refusal.value)
+
+
+def test_a_protocol_that_kvferry_lacks_is_an_error_with_the_flag_and_a_warning_without(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    environ = {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc", "OTEL_EXPORTER_OTLP_ENDPOINT": URL}
+    with pytest.raises(ConfigError, match="by http/protobuf only"):
+        find_traces_endpoint("proxy", FULL, environ)
+    with caplog.at_level(logging.WARNING):
+        assert find_traces_endpoint("proxy", "", environ) == ""
+    assert "tracing is off: kvferry sends spans by http/protobuf only" in caplog.text
+
+
+def test_malformed_headers_for_the_collector_are_not_logged() -> None:
+    """The SDK logs a malformed OTEL_EXPORTER_OTLP_HEADERS as it is."""
+    code = (
+        "import logging; logging.basicConfig(level=logging.DEBUG)\n"
+        "from kvferry.tracing.exporter import TraceExporter\n"
+        f"TraceExporter({FULL!r}, 'test', {{}}).close()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env={"OTEL_EXPORTER_OTLP_HEADERS": "my;secret", "PYTHONPATH": ":".join(sys.path)},
+    )
+    assert "Header format invalid" in done.stderr
+    assert "secret" not in done.stderr
