@@ -68,9 +68,9 @@ def test_random_requests_get_the_answers_of_one_engine(
             assert {one.finish_reason for one in right} == {"stop", "length"}
             num_early = (await metrics(session, router))[FROM_PREFILL] - before
             num_possible = sum(map(_may_begin_early, asked))
-            assert 0.5 * count < num_possible < count
+            assert 0.3 * count < num_possible < count
             # The rest began with part of a character, or with a token without text.
-            assert 0.8 * num_possible < num_early <= num_possible
+            assert 0.5 * num_possible < num_early <= num_possible
             await assert_quiescent(session, p, d)
 
     asyncio.run(check())
