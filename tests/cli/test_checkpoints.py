@@ -189,6 +189,8 @@ def test_a_folder_is_preferred_to_a_name_on_the_hub(
     assert not is_hub_name(NAME)
     assert find_checkpoint(NAME) == Path(NAME)
     assert find_config(NAME) == Path(NAME) / "config.json"
+    (tmp_path / "owner" / "config.json").symlink_to(files / "config.json")
+    assert find_config("owner/config.json") == Path("owner/config.json")
     with pytest.raises(ConfigError, match="--revision is for models of the hub"):
         find_checkpoint(NAME, "main")
 

@@ -52,8 +52,8 @@ PATTERNS = (*SMALL_FILES, "model.safetensors", "model-*-of-*.safetensors")
 
 
 def is_hub_name(model: str) -> bool:
-    """Return whether `model` is `owner/name` and no folder; a folder is preferred to the hub."""
-    return HUB_NAME.fullmatch(model) is not None and not Path(model).is_dir()
+    """Return whether `model` is `owner/name` and no path; a path is preferred to the hub."""
+    return HUB_NAME.fullmatch(model) is not None and not Path(model).exists()
 
 
 def find_checkpoint(model: str, revision: str | None = None) -> Path:
@@ -112,7 +112,7 @@ def _expanded(model: str) -> Path | None:
 
 def _fetch(model: str, revision: str | None) -> Path:
     from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]
         HTTPError,
         LocalEntryNotFoundError,
     )
@@ -185,7 +185,7 @@ def _check_files(model: str, names: dict[str, int]) -> None:
 def _explained(model: str, revision: str | None) -> Iterator[None]:
     """Turn the errors of huggingface_hub into one sentence each."""
     from huggingface_hub import constants
-    from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]
         GatedRepoError,
         HfHubHTTPError,
         HTTPError,
@@ -204,10 +204,14 @@ def _explained(model: str, revision: str | None) -> Iterator[None]:
         ) from None
     except RevisionNotFoundError:
         raise ConfigError(f"{model} on {hub} has no revision {shown(str(revision))}") from None
-    except LocalEntryNotFoundError:
+    except LocalEntryNotFoundError as error:
+        why = (
+            "HF_HUB_OFFLINE is set; unset it to download the model"
+            if constants.HF_HUB_OFFLINE
+            else f"{hub} cannot be reached ({_reason(error.__cause__ or error)})"
+        )
         raise ConfigError(
-            f"{model} is not complete in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is "
-            "set; unset it to download the model"
+            f"{model} is not complete in the cache {constants.HF_HUB_CACHE}, and {why}"
         ) from None
     except HfHubHTTPError as error:
         status = error.response.status_code
