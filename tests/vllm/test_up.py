@@ -62,6 +62,8 @@ class Up:
         assert len(pids) >= 4
         self.process.send_signal(number)
         code = self.process.wait(90)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
         eventually(lambda: not any(map(is_alive, pids)), within_s=40)
         return code
 
