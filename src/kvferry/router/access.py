@@ -61,10 +61,14 @@ class AccessPolicy:
             return self.keys.find(authorization)
         return tenant_without_keys(authorization, request.peer)
 
-    def is_refused(self, request: ServerRequest) -> bool:
-        """Whether the path requires an API key that the request does not have."""
+    def is_refused(self, request: ServerRequest, *, is_page: bool) -> bool:
+        """Whether the path requires an API key that the request does not have. `is_page`: the
+        router itself serves the path; what engines serve always requires a key.
+        """
         if not self.keys:
             return False
+        if not is_page:
+            return self.tenant(request) is None
         if request.path == "/metrics":
             return not self.sees_details(request)
         return (

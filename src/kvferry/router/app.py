@@ -219,7 +219,7 @@ class RouterApp:
                     headers=cors,
                 ),
             )
-        if access_policy.is_refused(request):
+        if access_policy.is_refused(request, is_page=is_page):
             challenge = ("WWW-Authenticate", "Bearer")
             return self._refuse(
                 request,

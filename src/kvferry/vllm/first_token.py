@@ -5,6 +5,7 @@ prompt ends with that token (docs/decisions/062-first-token-from-p.md). The rule
 are the router's; these are the ones that only the engine knows.
 """
 
+from importlib.metadata import entry_points
 from typing import Any
 
 from kvferry.connectors.params import first_token_params
@@ -28,6 +29,8 @@ class FirstTokenNote:
             and not vllm_config.structured_outputs_config.reasoning_parser
             and getattr(vllm_config, "watermark_config", None) is None
             and not model.logits_processors
+            # vLLM also loads the processors that installed packages provide.
+            and not entry_points(group="vllm.logits_processors")
             # The chat of these models is always parsed.
             and model.hf_config.model_type != "gpt_oss"
             and not _COUNTING_DEFAULTS & model.get_diff_sampling_param().keys()
@@ -39,5 +42,8 @@ class FirstTokenNote:
         is_prefill = params is not None and params.get("do_remote_prefill") is True
         # D would get the tokens of the prompt, without images and embeddings.
         if not is_prefill or request.mm_features or request.prompt_embeds is not None:
+            return params
+        # A tool parser of the server asks for special tokens, and then parses every chat.
+        if request.sampling_params is not None and not request.sampling_params.skip_special_tokens:
             return params
         return (params or {}) | self._note

@@ -18,6 +18,7 @@ from kvferry.router.http.messages import ServerRequest, UpstreamError
 from kvferry.router.http.pool import UpstreamResponse
 from kvferry.router.routes.response_ids import find_holder
 from kvferry.router.routes.table import Route, Service
+from kvferry.router.serving.aborted_answers import is_aborted
 from kvferry.router.serving.context import (
     HttpResponse,
     LegFailure,
@@ -44,6 +45,8 @@ _MAX_LACKING = 4096
 _NOT_IMPLEMENTED = 501
 _UNKNOWN_ROUTE = re.compile(r'(?:.*: )?Not Found|\{"detail":"Not Found"\}', re.DOTALL)
 """What engines say about a path that they do not know. They name a model that they do not know."""
+_UNSUPPORTED = "The model does not support"
+"""What vLLM says with status 501 if its model lacks a route, and not if it lacks one feature."""
 _RESPONSE_ID = re.compile(r"/v1/responses/([^/]+)")
 
 
@@ -64,7 +67,9 @@ class OneInstance:
 
     instance_client: InstanceClient
     _lacking: dict[tuple[Instance, str], float] = field(default_factory=dict, init=False)
-    """Until when an instance is not asked for the route with this pattern."""
+    """Until when an instance is not asked for this path. Not for a route's whole pattern: a client
+    could make up a path that no engine knows, and so take the others from all clients.
+    """
 
     async def serve(self, context: RequestContext, route: Route) -> None:
         """Serve the request until the client has received the response."""
@@ -81,11 +86,11 @@ class OneInstance:
                 return
             context.note_failure(instance, result)
             # "This one is full" and "this one failed" say more than "that one lacks the route".
-            if failure is None or instance not in self._without(route):
+            if failure is None or instance not in self._without(context):
                 failure = result
-            if not self._may_retry(context, result):
+            if not self._may_retry(context, route, result):
                 break
-        failure = failure or self._no_instance(route)
+        failure = failure or self._no_instance(context, route)
         context.error = failure.message
         context.send(failure.answer or build_error_response(502, failure.message))
 
@@ -110,7 +115,7 @@ class OneInstance:
     ) -> Instance | None:
         if holder is not None:
             return None if holder in context.tried else holder
-        tried = [*context.tried, *self._without(route)]
+        tried = [*context.tried, *self._without(context)]
         # A response is stored by the instance that makes it, and stored ones are looked for at
         # decode instances only.
         roles = (Role.DECODE,) if context.client.needs_one_instance else (Role.DECODE, Role.PREFILL)
@@ -120,17 +125,19 @@ class OneInstance:
                 return chosen
         return None
 
-    def _may_retry(self, context: RequestContext, failure: LegFailure) -> bool:
+    def _may_retry(self, context: RequestContext, route: Route, failure: LegFailure) -> bool:
         """Whether another instance gets the request. One that did no work costs no retry."""
         if failure.is_final:
             return False
         if failure.is_refusal or failure.is_unsent:
             return True
+        if not route.is_repeatable:
+            return False
         context.retries_left -= 1
         return context.retries_left >= 0
 
-    def _no_instance(self, route: Route) -> LegFailure:
-        if self._without(route):
+    def _no_instance(self, context: RequestContext, route: Route) -> LegFailure:
+        if self._without(context):
             return _lacks_route(None, route)
         message = "no instance is available; try again"
         return LegFailure(None, message, build_error_response(UNAVAILABLE, message, 1))
@@ -155,12 +162,16 @@ class OneInstance:
     ) -> LegFailure | None:
         with (
             self.instance_client.track_leg(instance, RoutingHints()) as call,
-            await self._send(context, instance) as answer,
+            await self._send(context, route, instance) as answer,
         ):
             if answer.status == UNAVAILABLE:
                 return await self.instance_client.refusal(answer, instance, call)
             if answer.status >= 500 and answer.status != _NOT_IMPLEMENTED:
-                return await self.instance_client.server_error(answer, instance, call)
+                failure = await self.instance_client.server_error(answer, instance, call)
+                # The request may be the reason, and these routes must not eject an instance that
+                # generates well.
+                call.outcome = Outcome.ABANDONED
+                return failure
             if answer.status == 200 and answer.headers.get("content-length") is None:
                 call.outcome = Outcome.ANSWERED
                 await self._relay(context, instance, answer, call)
@@ -168,11 +179,16 @@ class OneInstance:
             body = await self.instance_client.read(answer)
             call.outcome = Outcome.ANSWERED
             if _is_unknown_route(answer.status, body):
-                return self._note_lacking(instance, route)
+                return self._note_lacking(context, instance, route)
+            is_generation = route.service is Service.BOTH_LEGS and answer.status == 200
+            if is_generation and is_aborted(route.api, body):
+                return self.instance_client.aborted(instance, call)
             context.send(HttpResponse(answer.status, forwarded_headers(answer.headers), body))
         return None
 
-    async def _send(self, context: RequestContext, instance: Instance) -> UpstreamResponse:
+    async def _send(
+        self, context: RequestContext, route: Route, instance: Instance
+    ) -> UpstreamResponse:
         http, timeouts = context.http, self.instance_client.options.timeouts
         client = context.client_for(instance)
         return await self.instance_client.upstreams.send(
@@ -180,7 +196,7 @@ class OneInstance:
             http.method,
             f"{http.path}?{http.query}" if http.query else http.path,
             context.leg_headers,
-            client.decode_body(None) if context.client.fields else http.body,
+            http.body if needs_no_parsing(route, http) else client.decode_body(None),
             connect_timeout_s=timeouts.connect,
             head_timeout_s=timeouts.answer,
         )
@@ -207,22 +223,24 @@ class OneInstance:
                 context.stream_error = message
                 context.reply.abort()
 
-    def _note_lacking(self, instance: Instance, route: Route) -> LegFailure:
+    def _note_lacking(
+        self, context: RequestContext, instance: Instance, route: Route
+    ) -> LegFailure:
         if len(self._lacking) >= _MAX_LACKING:  # bounds the memory while instances change
             self._lacking.clear()
-        self._lacking[instance, route.pattern] = time.monotonic() + LACKING_S
+        self._lacking[instance, context.http.path] = time.monotonic() + LACKING_S
         return _lacks_route(instance, route)
 
-    def _without(self, route: Route) -> list[Instance]:
-        """The instances that lately did not know the route."""
-        now = time.monotonic()
+    def _without(self, context: RequestContext) -> list[Instance]:
+        """The instances that lately did not know the path."""
+        now, path = time.monotonic(), context.http.path
         known = self._lacking.items()
-        return [which for (which, name), until in known if name == route.pattern and until > now]
+        return [which for (which, name), until in known if name == path and until > now]
 
 
 def _is_unknown_route(status: int, body: bytes) -> bool:
     if status == _NOT_IMPLEMENTED:
-        return True
+        return error_message(body).startswith(_UNSUPPORTED)
     return status == 404 and _UNKNOWN_ROUTE.fullmatch(error_message(body)) is not None
 
 

@@ -48,6 +48,8 @@ class Route:
     service: Service
     api: Api = Api.OTHER
     methods: tuple[str, ...] = ("POST",)
+    is_repeatable: bool = True
+    """Whether another instance may get a request that one instance may have begun to serve."""
 
 
 _BOTH = Service.BOTH_LEGS
@@ -127,9 +129,16 @@ _ADMINISTRATIVE_PREFIX = "/fault_tolerance/"
 
 
 def is_administrative(path: str) -> bool:
-    """Whether the path administers one engine; none of these is ever forwarded."""
-    plain = path.lower()
-    return plain.rstrip("/") in _ADMINISTRATIVE or plain.startswith(_ADMINISTRATIVE_PREFIX)
+    """Whether the path administers one engine; none of these is ever forwarded. Engines serve some
+    of these routes below a prefix too, such as `/inference/v1/abort_requests`.
+    """
+    plain = path.lower().rstrip("/")
+    last = "/" + plain.rpartition("/")[2]
+    return (
+        plain in _ADMINISTRATIVE
+        or last in _ADMINISTRATIVE
+        or f"{plain}/".startswith(_ADMINISTRATIVE_PREFIX)
+    )
 
 
 def check_pattern(pattern: str) -> None:
@@ -151,7 +160,7 @@ class RouteTable:
     def __init__(self, forwarded: Iterable[str] = ()) -> None:
         """`forwarded`: patterns of further routes that one instance serves."""
         patterns = [
-            Route(pattern, _ONE, methods=_FORWARDED_METHODS)
+            Route(pattern, _ONE, methods=_FORWARDED_METHODS, is_repeatable=False)
             for pattern in forwarded
             if pattern not in {route.pattern for route in _KNOWN}
         ]

@@ -119,6 +119,9 @@ def may_continue(client: ClientRequest) -> bool:
     fields = client.fields
     if client.api is not Api.OPENAI or client.prompts:
         return False
+    # Which of the two an engine reads depends on the route.
+    if "prompt" in fields and "messages" in fields:
+        return False
     if not all(_is_harmless(name, fields) for name in fields):
         return False
     # The random generator of a request with a seed has another state after one token.

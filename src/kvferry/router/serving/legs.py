@@ -27,6 +27,7 @@ from kvferry.router.fleet.instances import Instance, Outcome
 from kvferry.router.http.messages import AnswerTooLong, UpstreamDisconnected, UpstreamError
 from kvferry.router.http.pool import UpstreamResponse
 from kvferry.router.routes.table import Api
+from kvferry.router.serving.aborted_answers import is_aborted
 from kvferry.router.serving.client_request import Handover, read_prefill_answer
 from kvferry.router.serving.context import (
     HttpResponse,
@@ -35,6 +36,7 @@ from kvferry.router.serving.context import (
     build_error_response,
     forwarded_headers,
 )
+from kvferry.router.serving.event_splitter import event_data
 from kvferry.router.serving.first_token import may_continue
 from kvferry.router.serving.instance_client import (
     UNAVAILABLE,
@@ -134,7 +136,8 @@ class PrefillLeg:
                 return HttpResponse(answer.status, forwarded_headers(answer.headers), text)
             if answer.status != 200:
                 raise RemoteProtocolError(f"it answered with status {answer.status}")
-            if _ABORTED.search(text):
+            if is_aborted(context.client.api, text):
+                self.release_leg(instance, leg_id)
                 return self.instance_client.aborted(instance, call)
             handover = read_prefill_answer(text)
             if context.facts is not None:
@@ -160,11 +163,6 @@ def _late_handover(status: int, text: bytes) -> Handover | None:
         return read_prefill_answer(text)
     except RemoteProtocolError:
         return None
-
-
-# vLLM aborts requests that arrive after SIGTERM: status 200, no token, and this finish reason. In a
-# text that an engine generates, these quotes would be escaped.
-_ABORTED = re.compile(rb'"finish_reason"\s*:\s*"abort"')
 
 
 # -- why a leg failed --
@@ -232,8 +230,14 @@ _EVENT = re.compile(
     rb"(?:^|\n)(?:event:[ \t]*(?P<name>[^\r\n]*)\r?\n)?"
     rb'data:[ \t]*(?P<error>\{\s*"(?:error"\s*:|type"\s*:\s*"error"))?[^\n]*\n'
 )
-# vLLM sends these events of a response before it has computed anything.
-_BEFORE_FIRST_TOKEN = (b"response.created", b"response.queued", b"response.in_progress")
+# vLLM sends these events of responses and messages before it has computed anything.
+_BEFORE_FIRST_TOKEN = (
+    b"response.created",
+    b"response.queued",
+    b"response.in_progress",
+    b"message_start",
+    b"ping",
+)
 # A stream without an event within this many bytes counts as begun.
 _MAX_START = 64 * 1024
 _DONE, _TAIL_BYTES = b"data: [DONE]", 64
@@ -306,13 +310,13 @@ class DecodeLeg:
                 )
                 failure = LegFailure(
                     instance,
-                    f"{instance} failed: {excerpt(response.body)}",
+                    f"{instance} failed: {excerpt(error)}",
                     response,
                     needs_prefill=True,
                 )
                 return await self._explain(context, call, failure, leg_id)
-            start = await self._peek_first_event(answer) if whole is None else whole
-            if answer.status == 200 and _ABORTED.search(start):
+            begun = await self._first_data(answer) if whole is None else whole
+            if answer.status == 200 and is_aborted(context.client.api, begun):
                 return self.instance_client.aborted(instance, call)
             call.outcome = Outcome.ANSWERED
             if has_begun is not None:
@@ -350,7 +354,13 @@ class DecodeLeg:
         event = _first_event(start)
         if event is None or event["error"] is None:
             return None
-        return start[: event.end()] + b"\n"
+        # Events before it may repeat the client's instructions, and the error is logged.
+        return event[0].lstrip(b"\n") + b"\n"
+
+    async def _first_data(self, answer: UpstreamResponse) -> bytes:
+        """The data of the first event that shows what D does; empty if there is none."""
+        event = _first_event(await self._peek_first_event(answer))
+        return b"" if event is None else event_data(event[0])
 
     async def _peek_first_event(self, answer: UpstreamResponse) -> bytes:
         """The bytes of a stream up to its first event, or more; they stay in the stream."""
