@@ -109,7 +109,7 @@ def test_repeated_warnings_are_held_back_and_counted(log: Log, clock: Clock) -> 
     assert len(log.lines) == 1
     clock.now = 10.0
     log.logger.warning("load failed request=%s block=%d: disk full", "y", 8)
-    assert log.lines[1:] == ["load failed request=y block=8: disk full (and 5 more in 10 s)"]
+    assert log.lines[1:] == ["load failed request=y block=8: disk full (and 5 more)"]
 
 
 def test_another_reason_another_level_or_another_error_is_no_repeat(log: Log) -> None:
@@ -135,10 +135,50 @@ def test_information_without_a_subject_is_never_held_back(log: Log) -> None:
 
 def test_the_filter_forgets_the_oldest_kinds(log: Log) -> None:
     for number in range(2000):
-        log.logger.warning("lost", extra=repeats_of(number))
-    log.logger.warning("lost", extra=repeats_of(0))
-    log.logger.warning("lost", extra=repeats_of(1999))
+        log.logger.warning(f"lost {number}:x")
+    log.logger.warning("lost 0:x")
+    log.logger.warning("lost 1999:x")
     assert len(log.lines) == 2001
+
+
+def test_warnings_about_two_addresses_are_no_repeats(log: Log) -> None:
+    for port in (8000, 8001, 8000):
+        log.logger.warning("no answer in %d s from http://10.0.0.1:%d, asked again", port, port)
+    assert len(log.lines) == 2
+
+
+def test_one_place_of_the_code_cannot_fill_the_log(log: Log, clock: Clock) -> None:
+    for port in range(40000, 41000):
+        log.logger.warning("malformed frame from 127.0.0.1:%d", port)
+    assert len(log.lines) == 20
+    log.logger.warning("another message")
+    assert len(log.lines) == 21
+    clock.now = 10.0
+    log.logger.warning("malformed frame from 127.0.0.1:%d", 7)
+    assert log.lines[-1].endswith("(and 980 more)")
+
+
+def test_a_finaliser_may_log_while_a_record_is_filtered(log: Log) -> None:
+    class Subject:
+        def __hash__(self) -> int:
+            log.logger.error("from a finaliser")
+            return 1
+
+        def __eq__(self, other: object) -> bool:
+            return self is other
+
+    log.logger.warning("lost", extra=repeats_of(Subject()))
+    assert sorted(log.lines) == ["from a finaliser", "lost"]
+
+
+def test_a_wrong_call_raises_nothing_where_it_logs(
+    log: Log, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log.logger.warning("bad %d", "x")
+    forwarding = logging.Logger("ours")
+    forwarding.addHandler(ForwardingHandler(log.logger))
+    forwarding.warning("bad %d", "x")
+    assert capsys.readouterr().err.count("--- Logging error ---") == 2
 
 
 def test_records_forwarded_to_another_logger_keep_its_format() -> None:

@@ -40,10 +40,12 @@ LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
 LEVEL_VARIABLE, FORMAT_VARIABLE = "KVFERRY_LOG_LEVEL", "KVFERRY_LOG_FORMAT"
 REPEAT_INTERVAL_S = 60.0
+MAX_VARIANTS = 20
+MAX_KEY_CHARS = 500
 MAX_KEYS = 1024
 """Kinds of messages that a filter remembers. Subjects may come from peers, so it is bounded."""
 _KEY = "repeat_key"
-_VARYING = re.compile(r"request=\S+|\S*[0-9]\S*")
+_WORD = re.compile(r"\S+")
 # The attributes of every log record; all other attributes came from `extra`.
 _PLAIN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", _KEY}
 
@@ -179,14 +181,24 @@ def _word(value: object) -> str:
 def repeats_of(*subject: object) -> dict[str, object]:
     """`extra` of a message that is held back while it repeats for the same subject (a peer, a
     tier), whatever the rest of it says, at any level. Warnings and errors without a subject are
-    repeats if they differ only in request ids and in words with a digit.
+    repeats if they differ only in request ids and in numbers; addresses are no numbers.
     """
     return {_KEY: subject}
 
 
+@dataclass(slots=True)
+class _Kind:
+    """Messages that count as one kind in an interval."""
+
+    since: float = -inf
+    num_passed: int = 0
+    num_held: int = 0
+
+
 class RepeatFilter(logging.Filter):
     """Passes the first of equal messages, then one every `interval_s` with the number of those
-    that were held back. Used by any thread.
+    that were held back. Of messages that differ, `MAX_VARIANTS` from one place of the code pass in
+    an interval: a port scan must not fill the log. Used by any thread.
     """
 
     def __init__(
@@ -197,31 +209,59 @@ class RepeatFilter(logging.Filter):
         super().__init__()
         self._interval_s = interval_s
         self._clock = clock
-        self._seen: OrderedDict[object, tuple[float, int]] = OrderedDict()
-        """When the last message of each kind was passed, and how many were held back since."""
-        self._lock = threading.Lock()
+        self._kinds: OrderedDict[object, _Kind] = OrderedDict()
+        # Reentrant: the garbage collector may run a finaliser that logs, at any place.
+        self._lock = threading.RLock()
 
     def filter(self, record: logging.LogRecord) -> bool:
         subject = getattr(record, _KEY, None)
         if subject is None and record.levelno < logging.WARNING:
             return True
-        text = record.msg if subject is not None else _VARYING.sub("#", record.getMessage())
-        error = record.exc_info[0] if record.exc_info else None
-        key = (record.name, record.levelno, text, error, subject)
+        try:
+            text = record.getMessage()
+        except Exception:  # a wrong call of any library: `logging` reports it when it formats
+            return True
+        place = (record.name, record.levelno, record.msg, record.exc_info and record.exc_info[0])
+        varying = _without_numbers(text[:MAX_KEY_CHARS]) if subject is None else subject
         now = self._clock()
         with self._lock:
-            passed_at, num_held = self._seen.get(key, (-inf, 0))
-            if now - passed_at < self._interval_s:
-                self._seen[key] = passed_at, num_held + 1
-                return False
-            self._seen[key] = now, 0
-            self._seen.move_to_end(key)
-            if len(self._seen) > MAX_KEYS:
-                self._seen.popitem(last=False)
-        if num_held:
-            record.msg = f"{record.getMessage()} (and {num_held} more in {now - passed_at:.0f} s)"
+            held = self._hold(("all", place), MAX_VARIANTS, now)
+            same = held if held is None else self._hold(("same", place, varying), 1, now)
+        if held is None or same is None:
+            return False
+        if held or same:
+            record.msg = f"{text} (and {max(held, same)} more)"
             record.args = ()
         return True
+
+    def _hold(self, key: object, max_passed: int, now: float) -> int | None:
+        """None if a message of this kind is held back; else how many were, since the last interval
+        of this kind.
+        """
+        kind = self._kinds.setdefault(key, _Kind())
+        if now - kind.since < self._interval_s:
+            if kind.num_passed >= max_passed:
+                kind.num_held += 1
+                return None
+            kind.num_passed += 1
+            return 0
+        num_held = kind.num_held
+        self._kinds[key] = _Kind(now, num_passed=1)
+        self._kinds.move_to_end(key)
+        if len(self._kinds) > MAX_KEYS:
+            self._kinds.popitem(last=False)
+        return num_held
+
+
+def _without_numbers(text: str) -> str:
+    """The text without request ids and words with a digit; addresses have a colon inside."""
+    return _WORD.sub(lambda word: "#" if _is_varying(word[0].rstrip(",:;).")) else word[0], text)
+
+
+def _is_varying(word: str) -> bool:
+    return word.startswith("request=") or (
+        ":" not in word and any(character.isdigit() for character in word)
+    )
 
 
 class ForwardingHandler(logging.Handler):
@@ -233,6 +273,12 @@ class ForwardingHandler(logging.Handler):
         self.addFilter(RepeatFilter())
 
     def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._pass_on(record)
+        except Exception:  # the thread that logs may be the engine's
+            self.handleError(record)
+
+    def _pass_on(self, record: logging.LogRecord) -> None:
         # Not `target.handle`: the level of the target must not hide what KVFERRY_LOG_LEVEL shows.
         shown = copy(record)
         shown.msg, shown.args = one_line(record.getMessage()), ()

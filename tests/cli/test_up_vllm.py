@@ -210,6 +210,8 @@ def test_a_server_that_dies_at_start_is_named_with_its_log_and_what_to_do(
         (["--vllm", "/nonexistent"], "--vllm /nonexistent has no config.json"),
         (["--vllm", "m", "--model", "."], "leave --model and --device out"),
         (["--decode-tp", "2"], "--decode-tp needs --vllm MODEL"),
+        (["--revision", "v1"], "--revision needs --model OWNER/NAME"),
+        (["--vllm", "m", "--revision", "v1"], "write `-- --revision NAME`"),
         (["--", "--enforce-eager"], "flags after `--` needs --vllm MODEL"),
         (["--vllm", "m", "--vllm-python", "/nonexistent"], "cannot be run as a Python interpreter"),
         (["--vllm", "m", "--prefill", "0"], "--prefill must be at least 1"),

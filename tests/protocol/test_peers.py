@@ -136,6 +136,8 @@ def test_a_refusing_producer_is_asked_with_the_version_before_unless_our_cache_h
             for nonce in range(1, len(versions) + 1)
         ]
         assert [each is None for each in lost] == [True] * (len(versions) - 1) + [False]
+        assert lost[-1] is not None
+        assert lost[-1].is_incompatible
         assert [
             action.message.wire_version
             for action in book.actions

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import uvloop
 from aiohttp import web
-from tests.router.stubs import Behaviour, completes, prefills, stage, streams
+from tests.router.stubs import PARAMS, Behaviour, completes, prefills, stage, streams
 from tests.router.test_proxy import ONE, STREAMED, message
 
 ABORTED = {"index": 0, "text": "", "finish_reason": "abort", "token_ids": []}
@@ -77,5 +77,65 @@ def test_a_text_about_aborted_requests_is_no_aborted_request() -> None:
         async with stage(prefills, speaks) as s:
             status, _, body = await s.post(ONE)
             assert (status, json.loads(body)["choices"][0]["text"]) == (200, text)
+
+    uvloop.run(scene())
+
+
+EMPTY_RESPONSE = {"id": "r", "status": "completed", "output": [], "usage": {"output_tokens": 0}}
+EMPTY_MESSAGE = {"type": "message", "content": [], "usage": {"input_tokens": 3, "output_tokens": 0}}
+OF_OTHER_APIS = [
+    ("/v1/responses", {"input": "hi"}, EMPTY_RESPONSE),
+    ("/v1/messages", {"max_tokens": 9, "messages": []}, EMPTY_MESSAGE),
+]
+
+
+def event(name: str, **fields: object) -> bytes:
+    return f"event: {name}\ndata: {json.dumps({'type': name, **fields})}\n\n".encode()
+
+
+STARTS = {
+    "/v1/responses": [
+        event("response.created", response={"usage": None}),
+        event("response.completed", response=EMPTY_RESPONSE),
+    ],
+    "/v1/messages": [
+        event("message_start", message=EMPTY_MESSAGE),
+        event("message_delta", delta={"stop_reason": None}, usage={"output_tokens": 0}),
+    ],
+}
+
+
+@pytest.mark.parametrize(("path", "body", "empty"), OF_OTHER_APIS)
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_answers_of_other_apis_without_a_token_are_refusals(
+    path: str, body: dict[str, Any], empty: dict[str, Any], is_streamed: bool
+) -> None:
+    async def ends(request: web.Request, sent: dict[str, Any]) -> web.StreamResponse:
+        if is_streamed:
+            return await streams(STARTS[path])(request, sent)
+        return web.json_response(empty)
+
+    async def scene() -> None:
+        async with stage(prefills, [ends, ends]) as s:
+            status, _, text = await s.post({**body, "stream": is_streamed}, path)
+            assert (status, "is stopping: it aborted the request" in text.decode()) == (503, True)
+            assert len(s.decoders[0].calls) + len(s.decoders[1].calls) >= 2
+
+    uvloop.run(scene())
+
+
+def test_what_a_client_writes_into_a_response_is_no_aborted_request() -> None:
+    async def echoes(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        used = {"metadata": body["metadata"], "usage": {"output_tokens": 1}}
+        params = {"kv_transfer_params": PARAMS} if "kv_transfer_params" in body else {}
+        return web.json_response({**used, **params})
+
+    async def scene() -> None:
+        async with stage(echoes, echoes) as s:
+            said = {"finish_reason": "abort", "output_tokens": 0, "usage": {"output_tokens": 0}}
+            body = {"input": "hi", "metadata": said}
+            assert (await s.post(body, "/v1/responses"))[0] == 200
+            assert (len(s.p.calls), len(s.d.calls)) == (1, 1)
+            assert "ticket" in s.d.calls[0].body["kv_transfer_params"]
 
     uvloop.run(scene())

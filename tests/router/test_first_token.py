@@ -139,6 +139,11 @@ def test_a_request_with_any_other_field_takes_the_usual_path(
     assert first(**kind, **fields) is None
 
 
+def test_a_request_with_a_prompt_and_messages_takes_the_usual_path() -> None:
+    # The route decides which of the two an engine reads.
+    assert not may_continue(client(**CHAT, **COMPLETION))
+
+
 def test_false_logprobs_are_none_in_a_chat_and_zero_in_a_completion() -> None:
     assert may_continue(client(**CHAT, logprobs=False))
     assert not may_continue(client(**COMPLETION, logprobs=False))

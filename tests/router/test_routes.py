@@ -38,6 +38,7 @@ RESPONSE = {"model": "m", "instructions": "be short", "input": "hi", "max_output
 MESSAGE = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
 TOKENS = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 9, "min_tokens": 3, "seed": 1}}
 UNKNOWN = answers(404, '{"detail":"Not Found"}')
+UNSUPPORTED = answers(501, '{"error":{"message":"The model does not support Rerank API"}}')
 KEYS = (("one", "sk-one"), ("two", "sk-two"))
 
 
@@ -254,7 +255,7 @@ def test_an_instance_that_lacks_a_route_is_passed_over_and_remembered() -> None:
 
 @pytest.mark.parametrize(
     "unknown",
-    [UNKNOWN, answers(501, "{}"), answers(404, '{"error":{"message":"POST /rerank: Not Found"}}')],
+    [UNKNOWN, UNSUPPORTED, answers(404, '{"error":{"message":"POST /rerank: Not Found"}}')],
 )
 def test_a_route_that_no_instance_has_is_a_404_that_says_so(unknown: Behaviour) -> None:
     async def scene() -> None:
@@ -266,6 +267,74 @@ def test_a_route_that_no_instance_has_is_a_404_that_says_so(unknown: Behaviour) 
                     "no instance of the fleet has the route /rerank",
                 )
             assert (len(s.p.calls), len(s.d.calls)) == (1, 1)
+
+    uvloop.run(scene())
+
+
+def test_a_made_up_path_takes_no_route_from_other_clients() -> None:
+    async def knows_one(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        is_known = request.path == "/v1/audio/transcriptions"
+        return await (completes if is_known else UNKNOWN)(request, body)
+
+    async def scene() -> None:
+        async with stage(knows_one, knows_one) as s:
+            assert (await s.post({"a": 1}, "/v1/audio/x"))[0] == 404
+            assert (await s.post({"a": 1}, "/v1/audio/transcriptions"))[0] == 200
+
+    uvloop.run(scene())
+
+
+def test_a_feature_that_a_model_lacks_is_no_missing_route() -> None:
+    async def scene() -> None:
+        lacks = answers(501, '{"error":{"message":"no such dimensions"}}')
+        async with stage([], lacks) as s:
+            for number in range(2):
+                status, _, _ = await s.post({"input": "a"}, "/v1/embeddings")
+                assert (status, len(s.d.calls)) == (501, number + 1)
+
+    uvloop.run(scene())
+
+
+def test_a_request_that_breaks_every_instance_ejects_none() -> None:
+    async def scene() -> None:
+        async with stage(prefills, [answers(500, "{}"), answers(500, "{}")]) as s:
+            for _ in range(10):
+                assert (await s.post({"a": 1}, "/tokenize"))[0] == 500
+            async with s.session.get(f"{s.url}/admin/instances", headers=AS_ADMIN) as answer:
+                states = {each["state"] for each in (await answer.json())["instances"]}
+            assert "cooldown" not in states
+
+    uvloop.run(scene())
+
+
+def test_a_request_of_a_pattern_is_not_repeated_after_it_may_have_run() -> None:
+    async def scene() -> None:
+        broken = answers(500, "{}")
+        async with stage([], [broken, broken], forwarded_routes=("/mine",), max_retries=2) as s:
+            assert (await s.post({"a": 1}, "/mine"))[0] == 500
+            assert sum(len(engine.calls) for engine in s.decoders) == 1
+
+    uvloop.run(scene())
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/embeddings"])
+def test_a_body_of_nothing_but_transfer_params_arrives_empty(path: str) -> None:
+    async def scene() -> None:
+        async with stage(prefills, completes) as s:
+            await s.post({"kv_transfer_params": {"ticket": "stolen"}}, path)
+            assert s.d.calls[0].body == {}
+
+    uvloop.run(scene())
+
+
+def test_a_form_with_transfer_params_is_refused() -> None:
+    async def scene() -> None:
+        async with stage(prefills, completes) as s:
+            fields = {"vllm_xargs": '{"kv_transfer_params": "x"}'}
+            form = aiohttp.FormData(fields, default_to_multipart=True)
+            async with s.session.post(f"{s.url}/v1/audio/transcriptions", data=form) as answer:
+                assert answer.status == 400
+            assert s.d.calls == []
 
     uvloop.run(scene())
 
@@ -380,6 +449,8 @@ def test_what_administers_an_engine_is_never_forwarded() -> None:
                 "/sleep/",
                 "/SLEEP",
                 "/fault_tolerance/apply",
+                "/fault_tolerance",
+                "/inference/v1/abort_requests",
             ):
                 status, _, text = await s.post({}, path)
                 assert status == 403, path
@@ -387,7 +458,7 @@ def test_what_administers_an_engine_is_never_forwarded() -> None:
             for path in ("/%73leep", "//sleep", "/./sleep", "/v1/../sleep"):
                 url = URL(s.url + path, encoded=True)
                 async with s.session.post(url, json={}) as answer:
-                    assert answer.status == 404, path
+                    assert answer.status in (403, 404), path
             assert (s.p.calls, s.d.calls) == ([], [])
 
     uvloop.run(scene())
@@ -401,6 +472,17 @@ def test_a_pattern_opens_no_page_of_the_router() -> None:
                 async with s.session.request(method, s.url + path) as answer:
                     assert answer.status == 401, path
             assert (s.p.calls, s.d.calls) == ([], [])
+
+    uvloop.run(scene())
+
+
+def test_what_a_pattern_allows_needs_a_key_under_any_name() -> None:
+    async def scene() -> None:
+        async with stage(completes, completes, forwarded_routes=("/*",), api_keys=KEYS) as s:
+            for path in ("/admin/x", "/administration", "/dashboardx", f"{LOAD}s"):
+                assert (await s.post({}, path))[0] == 401, path
+            assert (s.p.calls, s.d.calls) == ([], [])
+            assert (await s.post({}, "/administration", X_Api_Key="sk-one"))[0] == 200
 
     uvloop.run(scene())
 

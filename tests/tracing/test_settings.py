@@ -35,6 +35,14 @@ def test_the_collector_is_named_by_the_flag_or_by_the_standard_variables(
     assert traces_endpoint(given, environ) == endpoint
 
 
+def test_a_variable_of_the_platform_never_stops_a_process() -> None:
+    platform = {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": "otel-collector:4317",
+        "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc",
+    }
+    assert find_traces_endpoint("proxy", "", platform) == ""
+
+
 @pytest.mark.parametrize("url", ["localhost:4318", "grpc://host", "http://", "http://[a", "x"])
 def test_another_kind_of_url_is_refused_without_repeating_it(url: str) -> None:
     with pytest.raises(ConfigError, match="must be a URL like") as refusal:

@@ -28,10 +28,10 @@ def find_traces_endpoint(command: str, given: str, environ: Mapping[str, str]) -
     An operator who gives the flag gets an error if tracing cannot work. The variables are often set
     for every process of a platform, so they only cause a warning.
     """
-    endpoint = traces_endpoint(given, environ)
-    if not endpoint:
-        return ""
     try:
+        endpoint = traces_endpoint(given, environ)
+        if not endpoint:
+            return ""
         check_extra(f"kvferry {command} {TRACES_FLAG}", "tracing")
         if not is_http_protocol(environ):
             raise ConfigError(

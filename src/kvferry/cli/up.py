@@ -219,6 +219,10 @@ _VLLM_ONLY = ("vllm_python", "prefill_tp", "decode_tp", "connector", "log_dir", 
 
 def _check_vllm_arguments(arguments: argparse.Namespace) -> None:
     """Raise ConfigError for an argument that has no effect with, or without, `--vllm`."""
+    if arguments.revision is not None and arguments.model is None:
+        raise ConfigError(
+            "--revision needs --model OWNER/NAME; with --vllm, write `-- --revision NAME`"
+        )
     given = [name for name in _VLLM_ONLY if getattr(arguments, name) not in (None, [])]
     if arguments.vllm is None and given:
         name = "flags after `--`" if given[0] == "vllm_flags" else f"--{given[0].replace('_', '-')}"
@@ -262,8 +266,11 @@ def _vllm_servers(options: UpOptions, arguments: argparse.Namespace) -> _VllmSer
     logs = arguments.log_dir or Path(tempfile.mkdtemp(prefix="kvferry-up-logs-"))
     try:
         logs.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=logs).close()
     except OSError as error:
-        raise ConfigError(f"--log-dir {logs} cannot be made ({error.strerror})") from error
+        raise ConfigError(
+            f"no file can be written to --log-dir {logs} ({error.strerror})"
+        ) from error
     for server in servers:
         _print(f"{server.name}: {server.place}")
     _print(f"logs: {logs}")

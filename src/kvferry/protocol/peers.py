@@ -392,12 +392,13 @@ class PeerTable:
         """
         older = request.wire_version - 1
         if older < (STATES_WIRE_VERSION if self.geometry.has_states else OLDEST_WIRE_VERSION):
-            return self.lose(
+            lost = self.lose(
                 peer.incarnation,
                 f"the producer refused the handshake with wire version {request.wire_version}: "
                 f"{reason}",
                 now,
             )
+            return lost and replace(lost, is_incompatible=True)
         del peer.waiting[request.nonce]
         self._ask(peer, request.tp_rank, older)
         return None

@@ -75,13 +75,7 @@ class GenerateHandler:
         request_id = choose_request_id(headers.get("x-request-id"))
         cors = self.access_policy.cors_headers(headers)
         is_opaque = needs_no_parsing(route, request)
-        client = (
-            ClientRequest({}, api=route.api)
-            if is_opaque
-            else read_client_request(request.body, route.api)
-        )
-        if isinstance(client, ClientRequest) and client.prompts:
-            client = _check_repeated_bytes(client, self.options.limits.max_body_bytes)
+        client = _read_opaque(route, request) if is_opaque else self._read(route, request)
         if isinstance(client, InvalidRequest):
             refusal = build_error_response(client.status, client.message)
             _answer(reply, shaped_answer(route.api, refusal), request_id, cors)
@@ -135,6 +129,12 @@ class GenerateHandler:
             self._note_end(context, outcome)
             if traced is not None:
                 traced.end(timeline)
+
+    def _read(self, route: Route, request: ServerRequest) -> ClientRequest | InvalidRequest:
+        client = read_client_request(request.body, route.api)
+        if isinstance(client, ClientRequest) and client.prompts:
+            return _check_repeated_bytes(client, self.options.limits.max_body_bytes)
+        return client
 
     async def _serve_in_time(self, context: RequestContext, route: Route) -> None:
         limit = self.limits.begin(self.options.timeouts.request)
@@ -218,6 +218,13 @@ class GenerateHandler:
             num_prompts=len(context.client.prompts) or 1,
             received_bytes=len(context.http.body),
         )
+
+
+def _read_opaque(route: Route, request: ServerRequest) -> ClientRequest | InvalidRequest:
+    # vLLM reads parameters from a field of a form too.
+    if b"kv_transfer_params" in request.body:
+        return InvalidRequest(400, "a form must not contain kv_transfer_params")
+    return ClientRequest({}, api=route.api)
 
 
 def _check_repeated_bytes(client: ClientRequest, limit: int) -> ClientRequest | InvalidRequest:
