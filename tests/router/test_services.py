@@ -96,6 +96,42 @@ def test_an_instance_that_an_operator_named_or_drained_is_left_alone() -> None:
     assert world.discovered.remove_drained() == []
 
 
+@pytest.mark.parametrize("is_drained_first", [True, False])
+def test_an_operators_drain_outlasts_an_address_that_disappears_and_returns(
+    is_drained_first: bool,
+) -> None:
+    world = World()
+    world.discovered.update(SERVICE, ["10.0.0.1", "10.0.0.2"], 0.0)
+    if is_drained_first:
+        world.fleet.drain(at("10.0.0.1"))
+    world.discovered.update(SERVICE, ["10.0.0.2"], 1.0)
+    world.fleet.drain(at("10.0.0.1"))
+    assert world.discovered.remove_drained() == []
+    world.discovered.update(SERVICE, ["10.0.0.1", "10.0.0.2"], 2.0)
+    assert world.state("10.0.0.1") is MemberState.DRAINING
+
+
+def test_an_address_that_returned_while_an_operator_drained_it_is_no_longer_leaving() -> None:
+    world = World()
+    world.discovered.update(SERVICE, ["10.0.0.1", "10.0.0.2"], 0.0)
+    world.fleet.drain(at("10.0.0.1"))
+    world.discovered.update(SERVICE, ["10.0.0.2"], 1.0)
+    world.discovered.update(SERVICE, ["10.0.0.1", "10.0.0.2"], 2.0)
+    world.fleet.add(at("10.0.0.1"), 3.0)  # the operator undoes the drain
+    world.fleet.leave(at("10.0.0.1"))  # the engine restarts, and DNS still lists it
+    assert world.discovered.remove_drained() == []
+    world.discovered.update(SERVICE, ["10.0.0.2"], 4.0)
+    assert world.discovered.remove_drained() == [at("10.0.0.1")]
+
+
+def test_a_registered_instance_that_an_operator_drained_keeps_draining_when_dns_lists_it() -> None:
+    world = World()
+    world.fleet.renew(at("10.0.0.1"), 30.0, 0.0)
+    world.fleet.drain(at("10.0.0.1"))
+    world.discovered.update(SERVICE, ["10.0.0.1"], 1.0)
+    assert world.state("10.0.0.1") is MemberState.DRAINING
+
+
 def test_a_service_is_named_by_a_dns_url() -> None:
     named = parse_member(Role.PREFILL, "dns://Prefill.kvferry.svc:8000")
     assert named == ServiceName(Role.PREFILL, "prefill.kvferry.svc", 8000)

@@ -3,7 +3,7 @@
 A headless service of Kubernetes has such a name; its records are the pods that are ready. An
 address that appears joins the fleet. An address that disappears is drained, and removed when its
 last leg has ended. No answer, and an answer without addresses, change nothing: a name server that
-fails must not empty a fleet that serves.
+fails must not empty a fleet that serves. An instance that an operator has drained stays as it is.
 
 Pure: the caller looks names up and passes `now` (local monotonic seconds).
 """
@@ -68,8 +68,8 @@ def parse_member(role: Role, url: str) -> Instance | ServiceName:
 
 @dataclass(slots=True)
 class DiscoveredInstances:
-    """Applies the answers of name servers to the fleet. Instances that an operator named are left
-    alone.
+    """Applies the answers of name servers to the fleet. Instances that an operator named or drained
+    are left alone.
     """
 
     fleet: Fleet
@@ -97,18 +97,32 @@ class DiscoveredInstances:
         return before != after
 
     def _join(self, instance: Instance, now: float) -> None:
+        was_leaving = instance in self._leaving
+        self._leaving.discard(instance)
         member = self.fleet.get(instance)
-        if member is None or not member.is_static or instance in self._leaving:
+        if self._is_drained_by_operator(instance):
+            return
+        if member is None or not member.is_static or was_leaving:
             self.fleet.add(instance, now)
             self._added.add(instance)
-            self._leaving.discard(instance)
 
     def remove_drained(self) -> list[Instance]:
         """Remove and return the instances that have left and whose last leg has ended."""
-        drained = [instance for instance in self._leaving if self.fleet.is_drained(instance)]
+        drained = [
+            instance
+            for instance in self._leaving
+            if self.fleet.is_drained(instance) and not self._is_drained_by_operator(instance)
+        ]
         for instance in drained:
             self._leaving.remove(instance)
             self._added.remove(instance)
             self.fleet.remove(instance)
             self.on_removed(instance)
         return drained
+
+    def _is_drained_by_operator(self, instance: Instance) -> bool:
+        """Whether an operator has drained the instance. Only an operator undoes that: the member is
+        kept while its address is gone, because it would return as a new one.
+        """
+        member = self.fleet.get(instance)
+        return member is not None and member.is_draining and not member.has_left
