@@ -61,20 +61,38 @@ def test_a_protocol_that_kvferry_lacks_is_an_error_with_the_flag_and_a_warning_w
     assert "tracing is off: kvferry sends spans by http/protobuf only" in caplog.text
 
 
-def test_malformed_headers_for_the_collector_are_not_logged() -> None:
-    """The SDK logs a malformed OTEL_EXPORTER_OTLP_HEADERS as it is."""
-    code = (
+def log_of(code: str, **environ: str) -> str:
+    """What a process with an exporter logs that runs `code` and ends."""
+    setup = (
         "import logging; logging.basicConfig(level=logging.DEBUG)\n"
+        "from kvferry.tracing.context import TraceContext\n"
         "from kvferry.tracing.exporter import TraceExporter\n"
-        f"TraceExporter({FULL!r}, 'test', {{}}).close()\n"
+        f"exporter = TraceExporter({FULL!r}, 'test', {{}})\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", f"{setup}{code}\nexporter.close()"],
         capture_output=True,
         text=True,
         timeout=60,
         check=True,
-        env={"OTEL_EXPORTER_OTLP_HEADERS": "my;secret", "PYTHONPATH": ":".join(sys.path)},
+        env={"PYTHONPATH": ":".join(sys.path), **environ},
     )
-    assert "Header format invalid" in done.stderr
-    assert "secret" not in done.stderr
+    return done.stderr
+
+
+def test_malformed_headers_for_the_collector_are_not_logged() -> None:
+    """The SDK logs a malformed OTEL_EXPORTER_OTLP_HEADERS as it is."""
+    log = log_of("", OTEL_EXPORTER_OTLP_HEADERS="my;secret")
+    assert "Header format invalid" in log
+    assert "secret" not in log
+
+
+def test_a_malformed_tracestate_of_clients_is_not_logged_and_fills_no_log() -> None:
+    """The SDK logs a malformed `tracestate` as it is, for each request."""
+    log = log_of(
+        "for _ in range(3):\n"
+        "    parent = TraceContext('1' * 32, '2' * 16, False, 'my;secret')\n"
+        "    exporter.spans.begin('POST /v1/completions', parent, 0.0)\n"
+    )
+    assert log.count("Member doesn't match") == 1
+    assert "secret" not in log

@@ -23,11 +23,13 @@ __all__ = ["TraceExporter"]
 CLOSE_TIMEOUT_S = 2.0
 """How long the last spans may take to reach the collector when the process ends."""
 _LOG_INTERVAL_S = 60.0
+_LOGGERS_OF_HEADERS = ("opentelemetry.trace.span", "opentelemetry.util.re")
+"""These log a malformed header as it is: a client's `tracestate`, the collector's credentials."""
 _QUIETED_LOGGERS = (
     "opentelemetry.exporter.otlp.proto.http.trace_exporter",
     "opentelemetry.sdk._shared_internal",
     "opentelemetry.sdk.trace.export",
-    "opentelemetry.util.re",
+    *_LOGGERS_OF_HEADERS,
 )
 
 
@@ -62,7 +64,7 @@ class TraceExporter:
 
 class _QuietFilter(logging.Filter):
     """Lets one line through per minute, without the values of headers and URLs, which may hold
-    credentials.
+    credentials or any text of a client.
     """
 
     def __init__(self) -> None:
@@ -81,7 +83,7 @@ class _QuietFilter(logging.Filter):
 
 
 def _without_secrets(logger: str, value: object) -> object:
-    """An error of the HTTP client shows the URL; a malformed header is shown as it was given."""
+    """Hide a header, and an error of the HTTP client, which shows the URL."""
     if isinstance(value, BaseException):
         return type(value).__name__
-    return "(not shown)" if logger == "opentelemetry.util.re" else value
+    return "(not shown)" if logger in _LOGGERS_OF_HEADERS else value
