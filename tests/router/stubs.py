@@ -9,7 +9,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import ANY
 
 import aiohttp
@@ -26,6 +26,9 @@ from kvferry.router.serving.client_request import Handover
 from kvferry.router.serving.legs import FailureQuery
 from kvferry.router.serving.side_channel import BlockReleaser
 from kvferry.types import Address, FailurePolicy
+
+if TYPE_CHECKING:
+    from kvferry.router.tracing import RouterTracer
 
 DEADLINE_S = 50.0
 Behaviour = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
@@ -258,6 +261,7 @@ async def serving(
     registrar: Registrar | None = None,
     ask: TurnQuery | None = None,
     ask_failure: FailureQuery | None = None,
+    tracer: "RouterTracer | None" = None,
 ) -> AsyncIterator[int]:
     """Runs a router and yields its port."""
     tls = server_tls(options)
@@ -268,6 +272,7 @@ async def serving(
         registrar=registrar,
         make_turn_query=None if ask is None else lambda watcher: ask,
         make_failure_query=None if ask_failure is None else lambda watcher: ask_failure,
+        tracer=tracer,
     )
     server = make_server(app)
     sock = socket.create_server(("127.0.0.1", 0))

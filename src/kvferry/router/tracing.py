@@ -8,7 +8,8 @@ queue.
 from dataclasses import dataclass
 
 from kvferry.router.dashboard.request_view import request_phases
-from kvferry.router.http.messages import Headers
+from kvferry.router.http.messages import ServerRequest
+from kvferry.router.routes.table import Route
 from kvferry.router.timeline import RequestOutcome, Timeline
 from kvferry.tracing.context import TraceContext, read_trace_context
 from kvferry.tracing.exporter import TraceExporter
@@ -27,17 +28,18 @@ class RouterTracer:
 
     exporter: TraceExporter
 
-    def begin(self, headers: Headers, timeline: Timeline) -> "RequestTrace":
+    def begin(self, route: Route, request: ServerRequest, timeline: Timeline) -> "RequestTrace":
         """Begin the span of a request, in the client's trace if the client sent one."""
+        # Collectors group spans by name, so the name has the pattern: a path may contain an id.
         attributes = {
             REQUEST_ID: timeline.request_id,
-            "http.request.method": "POST",
-            "url.path": timeline.route,
-            "gen_ai.operation.name": _OPERATIONS.get(timeline.route, "other"),
+            "http.request.method": request.method,
+            "http.route": route.pattern,
+            "gen_ai.operation.name": _OPERATIONS.get(route.pattern, "other"),
         }
         span = self.exporter.spans.begin(
-            f"POST {timeline.route}",
-            read_trace_context(headers.get),
+            f"{request.method} {route.pattern}",
+            read_trace_context(request.headers.get),
             timeline.arrived,
             attributes,
             SpanKind.SERVER,

@@ -82,7 +82,7 @@ class GenerateHandler:
             self.access_log.note_page(request_id, request.method, request.path, client.status)
             return
         timeline = self.recent.begin(request_id, request.path, time.monotonic())
-        traced = self.tracer.begin(headers, timeline) if self.tracer is not None else None
+        traced = None if self.tracer is None else self.tracer.begin(route, request, timeline)
         trace = None if traced is None else traced.context
         content_type = headers.get("content-type") if is_opaque else None
         fields = leg_headers(
