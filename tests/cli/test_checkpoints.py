@@ -203,6 +203,26 @@ def test_what_is_no_model_is_named(model: str) -> None:
         find_checkpoint(model)
 
 
+@pytest.mark.parametrize("model", ["foo--bar/baz", "foo/bar.git", "a..b/c", "a/b-"])
+def test_a_name_that_the_hub_does_not_allow_is_named(model: str) -> None:
+    for find in (find_checkpoint, find_config):
+        with pytest.raises(ConfigError, match="neither a folder nor a name that the"):
+            find(model)
+
+
+def test_a_path_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    too_long = 300 * "x"
+    (tmp_path / "owner").mkdir()
+    (tmp_path / NAME).symlink_to(too_long)
+    monkeypatch.chdir(tmp_path)
+    for model in (too_long, f"owner/{too_long}", NAME):
+        for find in (find_checkpoint, find_config):
+            with pytest.raises(ConfigError, match=r"cannot be read \(File name too long\)"):
+                find(model)
+
+
 def test_a_plan_fetches_the_configuration_alone(files: Path, tmp_path: Path) -> None:
     with Hub.of_folder(NAME, files).serving() as hub:
         result = subprocess.run(

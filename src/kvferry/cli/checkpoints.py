@@ -53,13 +53,15 @@ PATTERNS = (*SMALL_FILES, "model.safetensors", "model-*-of-*.safetensors")
 
 def is_hub_name(model: str) -> bool:
     """Return whether `model` is `owner/name` and no path; a path is preferred to the hub."""
-    return HUB_NAME.fullmatch(model) is not None and not Path(model).exists()
+    with _explained_path(model):
+        return HUB_NAME.fullmatch(model) is not None and not Path(model).exists()
 
 
 def find_checkpoint(model: str, revision: str | None = None) -> Path:
     """Return the folder of a model; a model of the hub is fetched if the cache does not have it."""
     if not is_hub_name(model):
-        return _folder(model, revision)
+        with _explained_path(model):
+            return _folder(model, revision)
     check_extra(f"the model {model}", "engine", ["huggingface_hub"])
     with _explained(model, revision):
         return _fetch(model, revision)
@@ -68,8 +70,11 @@ def find_checkpoint(model: str, revision: str | None = None) -> Path:
 def find_config(model: str, revision: str | None = None) -> Path:
     """Return the config.json of a model, of which nothing else is fetched."""
     if not is_hub_name(model):
-        path = _expanded(model)
-        return path if path is not None and path.is_file() else _folder(model, revision) / CONFIG
+        with _explained_path(model):
+            path = _expanded(model)
+            if path is not None and path.is_file():
+                return path
+            return _folder(model, revision) / CONFIG
     check_extra(f"the model {model}", "engine", ["huggingface_hub"])
     with _explained(model, revision):
         return _fetch_config(model, revision)
@@ -105,6 +110,18 @@ def _expanded(model: str) -> Path | None:
     # `expanduser` found no home directory of the named user.
     except RuntimeError:
         return None
+
+
+@contextmanager
+def _explained_path(model: str) -> Iterator[None]:
+    """Turn the errors of the file system, such as a name that is too long, into one sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"MODEL is {shown(model)}, which cannot be read ({error.strerror}); name a folder, or "
+            "owner/name on the Hugging Face hub"
+        ) from None
 
 
 # -- the hub --
@@ -188,6 +205,7 @@ def _explained(model: str, revision: str | None) -> Iterator[None]:
     from huggingface_hub.errors import (  # type: ignore[attr-defined]
         GatedRepoError,
         HfHubHTTPError,
+        HFValidationError,
         HTTPError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
@@ -197,6 +215,11 @@ def _explained(model: str, revision: str | None) -> Iterator[None]:
     hub = constants.ENDPOINT
     try:
         yield
+    except HFValidationError as error:
+        raise ConfigError(
+            f"MODEL is {shown(model)}, which is neither a folder nor a name that the Hugging Face "
+            f"hub allows ({_reason(error)})"
+        ) from None
     except GatedRepoError:
         raise ConfigError(
             f"{model} is gated: accept its terms at {hub}/{model}, then set HF_TOKEN to a token of "
