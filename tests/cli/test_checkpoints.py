@@ -5,6 +5,7 @@ The client reads its settings when it is imported, so each download is a process
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -130,6 +131,26 @@ def test_without_a_network_and_offline_the_reason_is_the_cache(tmp_path: Path) -
     assert "HF_HUB_OFFLINE is set; unset it to download the model" in offline
 
 
+def test_an_incomplete_cache_is_not_taken_for_the_model(files: Path, tmp_path: Path) -> None:
+    """The cache is as after downloads of single files: the client has no list of all files."""
+    cache = tmp_path / "hub" / f"models--{NAME.replace('/', '--')}"
+    folder = cache / "snapshots" / COMMIT
+    shutil.copytree(files, folder, ignore=lambda *_: ["generation_config.json"])
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text(COMMIT)
+    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    index = {"weight_map": {"a": shards[0], "b": shards[1]}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / shards[0]).write_bytes(b"x")
+    for missing in (shards[1], "tokenizer.json"):
+        (folder / missing).unlink(missing_ok=True)
+        sentence = refusal(fetch("http://127.0.0.1:9", tmp_path, HF_HUB_OFFLINE="1"))
+        assert f"{NAME} is not complete in the cache {tmp_path}" in sentence
+        (folder / missing).write_bytes(b"x")
+    complete = fetch("http://127.0.0.1:9", tmp_path, HF_HUB_OFFLINE="1")
+    assert complete.stdout.strip() == str(folder), complete.stderr
+
+
 def test_a_download_that_is_cut_goes_on_where_it_ended(files: Path, tmp_path: Path) -> None:
     hub = Hub.of_folder(NAME, files, cut_after=11 * MIB, cuts=1)
     hub.files["model.safetensors"] = weights = os.urandom(12 * MIB)
@@ -235,6 +256,8 @@ def test_a_plan_fetches_the_configuration_alone(files: Path, tmp_path: Path) -> 
         )
     assert json.loads(result.stdout)["bytes_per_token"] > 0, result.stderr
     assert set(hub.sent) == {"config.json"}
+    # The configuration alone is not the model.
+    assert f"{NAME} cannot be fetched from {hub.url}" in refusal(fetch(hub, tmp_path))
 
 
 @pytest.mark.slow

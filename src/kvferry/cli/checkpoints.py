@@ -38,6 +38,7 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
+INDEX = "model.safetensors.index.json"
 WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 SMALL_FILES = (
     CONFIG,
@@ -45,7 +46,7 @@ SMALL_FILES = (
     "generation_config.json",
     "tokenizer_config.json",
     CHAT_TEMPLATE,
-    "model.safetensors.index.json",
+    INDEX,
 )
 PATTERNS = (*SMALL_FILES, "model.safetensors", "model-*-of-*.safetensors")
 """All files that the embedded engine reads. Files with pickles are never fetched."""
@@ -135,11 +136,15 @@ def _fetch(model: str, revision: str | None) -> Path:
     )
 
     def snapshot(is_local: bool) -> Path:
-        return Path(
+        folder = Path(
             snapshot_download(
                 model, revision=revision, allow_patterns=list(PATTERNS), local_files_only=is_local
             )
         )
+        # The client knows what a snapshot should hold only if it has downloaded a whole one.
+        if is_local and (missing := _missing(folder)):
+            raise LocalEntryNotFoundError(f"the cache has no {missing[0]} of {model}")
+        return folder
 
     if constants.HF_HUB_OFFLINE:
         return snapshot(is_local=True)
@@ -152,6 +157,19 @@ def _fetch(model: str, revision: str | None) -> Path:
         except LocalEntryNotFoundError:
             raise error from None
     return snapshot(is_local=False)
+
+
+def _missing(folder: Path) -> list[str]:
+    """Return the files that a folder lacks of those that every checkpoint has.
+
+    Not every repository has the other files, and the engine names what is wrong with an index.
+    """
+    weights: list[object] = ["model.safetensors"]
+    if (folder / INDEX).is_file():
+        placed = read_json_object(folder / INDEX).get("weight_map")
+        weights = list(placed.values()) if isinstance(placed, dict) else []
+    names = {CONFIG, TOKENIZER, *(name for name in weights if isinstance(name, str))}
+    return sorted(name for name in names if not (folder / name).is_file())
 
 
 def _fetch_config(model: str, revision: str | None) -> Path:
