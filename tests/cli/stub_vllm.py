@@ -3,7 +3,8 @@
 `-m MODULE … --port PORT` is a server.
 
 The name of the link that it is called by says what it does: `dies` ends with the log of a vLLM
-whose engine failed, `lacks-vllm` and `lacks-kvferry` have no such package.
+whose engine failed, `lacks-vllm` and `lacks-kvferry` have no such package, `lacks-torch` cannot
+import torch, and `talks` prints a line of its own.
 """
 
 import json
@@ -19,6 +20,10 @@ INFO 11-18 13:00:01 [cpu_model_runner.py:80] Starting to load model m...
 """
 
 if sys.argv[1] == "-c":
+    if KIND == "lacks-torch":
+        raise ImportError("libtorch_cuda.so: cannot open shared object file")
+    if KIND == "talks":
+        print("torch: a newer version is available")
     found = {name: f"lacks-{name}" != KIND for name in ("vllm", "kvferry")}
     print(json.dumps({**found, "gpus": 0}))
 elif KIND == "dies":

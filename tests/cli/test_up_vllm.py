@@ -181,6 +181,15 @@ def test_an_interpreter_without_a_package_is_an_error_that_says_what_to_install(
         probe_vllm(python, None)
 
 
+def test_an_interpreter_whose_torch_fails_is_an_error_with_the_cause(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"\(ImportError: libtorch_cuda\.so: cannot open shared"):
+        probe_vllm(interpreter(tmp_path, "lacks-torch"), None)
+
+
+def test_lines_that_packages_print_are_not_the_answer(tmp_path: Path) -> None:
+    assert probe_vllm(interpreter(tmp_path, "talks"), None).gpus == ()
+
+
 def test_only_the_gpus_that_the_operator_made_visible_are_used(tmp_path: Path) -> None:
     machine = probe_vllm(interpreter(tmp_path, "works"), "3,GPU-abc")
     assert machine.gpus == (), "torch sees no GPU"

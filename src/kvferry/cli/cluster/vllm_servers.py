@@ -125,16 +125,23 @@ def probe_vllm(python: Path, visible_devices: str | None) -> Machine:
     Raises ConfigError if the interpreter cannot be run, or has no vLLM or no kvferry.
     `visible_devices` is the operator's `CUDA_VISIBLE_DEVICES`.
     """
-    advised = "name an interpreter that has both with --vllm-python"
+    advised = "name an interpreter that has vLLM and kvferry with --vllm-python"
     try:
         done = subprocess.run(
             [str(python), "-c", _PROBE], capture_output=True, timeout=PROBE_S, check=False
         )
-        found = json.loads(done.stdout)
-    except (OSError, subprocess.TimeoutExpired, ValueError) as error:
+    except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(
             f"--vllm-python {python} cannot be run as a Python interpreter ({error}); {advised}"
         ) from error
+    try:
+        # Packages may print lines of their own while they are imported.
+        found = json.loads(_last_line(done.stdout))
+    except ValueError:
+        reason = _last_line(done.stderr) or f"exit code {done.returncode}"
+        raise ConfigError(
+            f"--vllm-python {python} did not report its packages ({reason}); {advised}"
+        ) from None
     for package in ("vllm", "kvferry"):
         if not found[package]:
             raise ConfigError(
@@ -144,6 +151,10 @@ def probe_vllm(python: Path, visible_devices: str | None) -> Machine:
     names = [name.strip() for name in (visible_devices or "").split(",") if name.strip()]
     gpus = (names or [str(number) for number in range(found["gpus"])])[: found["gpus"]]
     return Machine(tuple(gpus), tuple(sorted(os.sched_getaffinity(0))), available_bytes())
+
+
+def _last_line(output: bytes) -> str:
+    return (output.decode(errors="replace").strip().splitlines() or [""])[-1]
 
 
 # -- a fleet --
