@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
 from vllm.config import ModelConfig, StructuredOutputsConfig, VllmConfig
 from vllm.v1.request import Request
 
@@ -36,7 +37,8 @@ def config(
 
 
 def request(**changes: Any) -> SimpleNamespace:
-    return SimpleNamespace(**{"mm_features": [], "prompt_embeds": None} | changes)
+    plain = {"mm_features": [], "prompt_embeds": None, "sampling_params": SamplingParams()}
+    return SimpleNamespace(**plain | changes)
 
 
 def test_vllm_has_the_fields_that_the_rules_read() -> None:
@@ -77,6 +79,8 @@ def test_prompts_that_are_more_than_tokens_and_other_requests_say_nothing() -> N
     note = FirstTokenNote(config(), False)
     assert note.add_to(TICKET, request(mm_features=[object()])) == TICKET
     assert note.add_to(TICKET, request(prompt_embeds=object())) == TICKET
+    parsed = SamplingParams(skip_special_tokens=False)
+    assert note.add_to(TICKET, request(sampling_params=parsed)) == TICKET
     turn = {"do_remote_prefill": False, "do_remote_decode": True, "ticket": "t"}
     assert note.add_to(turn, request()) == turn
     assert note.add_to(None, request()) is None
