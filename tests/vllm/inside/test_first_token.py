@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm import SamplingParams
 from vllm.config import ModelConfig, StructuredOutputsConfig, VllmConfig
+from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from kvferry.vllm.first_token import FirstTokenNote
