@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import tomllib
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from functools import cache
@@ -190,6 +191,36 @@ def test_the_documented_secret_has_every_key_that_pods_read() -> None:
     assert set(re.findall(r"--from-file=(\S+)", command)) == read
     named = {name for text in texts for name in re.findall(r"secretName: ([\w-]+)", text)}
     assert named == {command.split()[4]}
+
+
+def test_the_documented_jobs_of_prometheus_find_every_router_once_and_have_the_key() -> None:
+    page = (ROOT / "docs" / "monitoring.md").read_text()
+    documented_jobs = yaml.safe_load(page.split("```yaml\n")[1].split("```")[0])["scrape_configs"]
+    jobs = {job["job_name"]: job for job in documented_jobs}
+    example = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
+    assert set(jobs) == {job["job_name"] for job in example["scrape_configs"]}
+    services = {
+        f"{found['metadata']['name']}.{found['metadata']['namespace']}.svc": found["spec"]
+        for found in rendered("base")
+        if found["kind"] == "Service"
+    }
+    (pods,) = jobs["kvferry-router"]["dns_sd_configs"]
+    (name,) = pods["names"]
+    assert services[name]["clusterIP"] == "None"
+    assert services[name]["publishNotReadyAddresses"]
+    assert services[name]["selector"]["app.kubernetes.io/name"] == "router"
+    assert pods["port"] == tomllib.loads(ROUTER_TOML)["port"]
+    (listed,) = jobs["kvferry-engine"]["http_sd_configs"]
+    host = urllib.parse.urlsplit(listed["url"])
+    assert services[host.hostname or ""]["ports"][0]["port"] == (host.port or 80)
+    key = "/etc/prometheus/kvferry/admin-key"
+    for asks in (jobs["kvferry-router"], listed):
+        assert asks["authorization"]["credentials_file"] == key
+    # A job that follows annotations would have no key, and would scrape the engines twice.
+    for found in rendered("base"):
+        if found["kind"] == "Deployment":
+            annotations = found["spec"]["template"]["metadata"].get("annotations", {})
+            assert not [key for key in annotations if key.startswith("prometheus.io/")]
 
 
 @pytest.mark.parametrize("name", KUSTOMIZATIONS)
