@@ -19,6 +19,8 @@ def written(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     monkeypatch.setattr(ours, "handlers", [])
     monkeypatch.setattr(theirs, "handlers", [handler])
     before = ours.level, ours.propagate, theirs.level
+    # pytest adds its own handlers to loggers that do not propagate.
+    ours.propagate = True
     theirs.setLevel(logging.INFO)
     yield out
     ours.setLevel(before[0])
