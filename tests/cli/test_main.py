@@ -114,8 +114,8 @@ def test_every_command_has_help_with_examples(
             "kvferry: kv_rol is not a setting of --kv-transfer-config; did you mean",
         ),
         (
-            ["serve", "no/such-model", "--kv-transfer-config", PULL],
-            'kvferry: MODEL is "no/such-model", which is neither a folder nor',
+            ["serve", "no/such/model", "--kv-transfer-config", PULL],
+            'kvferry: MODEL is "no/such/model", which is neither a folder nor',
         ),
         (
             ["serve", "m", "--kv-cache-memory-bytes", "lots"],

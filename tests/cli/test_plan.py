@@ -186,7 +186,7 @@ def test_the_block_size_grows_until_a_segment_is_worth_its_cost(
         (["--layers", "4"], "MODEL is missing"),
         (
             ["nowhere"],
-            'MODEL is "nowhere", which is neither a folder nor in the Hugging Face cache',
+            'MODEL is "nowhere", which is neither a folder nor owner/name on the Hugging Face hub',
         ),
         (["{folder}", "--layers", "4"], "both describe a model"),
         (

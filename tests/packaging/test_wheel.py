@@ -239,7 +239,7 @@ def test_the_doctor_reports_findings_with_the_base_install(connector: Installati
     findings = {finding["topic"]: finding for finding in json.loads(done.stdout)["findings"]}
     assert findings["torch"]["level"] == "advice"
     assert findings["C module"]["level"] == "ok"
-    assert "kvferry[router,engine,object,mooncake,all]" in findings["extras"]["text"]
+    assert "kvferry[router,engine,object,mooncake,tracing,all]" in findings["extras"]["text"]
     assert {"NIXL", "shared memory", "side channel", "secret"} <= set(findings)
 
 

@@ -95,8 +95,7 @@ def check_up(up: Up, model: Path, right: Right) -> None:
     for stage in ("prefill-0: loading weights after ", "prefill-0: ready on 127.0.0.1:"):
         assert stage in shown
     answer = subprocess.run(shlex.split(request), capture_output=True, timeout=60, check=True)
-    events = [line for line in answer.stdout.decode().splitlines() if line.startswith("data: {")]
-    assert json.loads(events[0].removeprefix("data: "))["model"] == model.name
+    assert json.loads(answer.stdout)["model"] == model.name
     check_tokens(Address(host, int(port)), model.name, right)
 
 
