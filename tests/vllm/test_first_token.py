@@ -61,7 +61,7 @@ def test_random_requests_get_the_answers_of_one_vllm(
         assert {one.finish_reason for one in right} == {"stop", "length"}
         async with new_session() as session:
             seen = await metrics(session, early)
-            assert seen[FROM_PREFILL] > 0.3 * count
+            assert seen[FROM_PREFILL] > 0.1 * count
             await assert_free(session, trio.p, trio.d)
 
     asyncio.run(check())
