@@ -158,6 +158,21 @@ def test_one_place_of_the_code_cannot_fill_the_log(log: Log, clock: Clock) -> No
     assert log.lines[-1].endswith("(and 980 more)")
 
 
+def test_equal_messages_do_not_hide_another_one_from_the_same_place(log: Log, clock: Clock) -> None:
+    for number in range(1000):
+        log.logger.warning("load failed request=%s: %s", number, "the client has left")
+    log.logger.warning("load failed request=%s: %s", "x", "disk full")
+    assert len(log.lines) == 2
+    assert log.lines[1].endswith("disk full")
+    clock.now = 10.0
+    log.logger.warning("load failed request=%s: %s", "y", "disk full")
+    log.logger.warning("load failed request=%s: %s", "y", "the client has left")
+    assert log.lines[2:] == [
+        "load failed request=y: disk full",
+        "load failed request=y: the client has left (and 999 more)",
+    ]
+
+
 def test_a_finaliser_may_log_while_a_record_is_filtered(log: Log) -> None:
     class Subject:
         def __hash__(self) -> int:
@@ -172,8 +187,10 @@ def test_a_finaliser_may_log_while_a_record_is_filtered(log: Log) -> None:
 
 
 def test_a_wrong_call_raises_nothing_where_it_logs(
-    log: Log, capsys: pytest.CaptureFixture[str]
+    log: Log, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # NIXL's package turns these reports off for the whole process.
+    monkeypatch.setattr(logging, "raiseExceptions", True)
     log.logger.warning("bad %d", "x")
     forwarding = logging.Logger("ours")
     forwarding.addHandler(ForwardingHandler(log.logger))

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from math import inf
 from typing import Any
 
 from kvferry.errors import ConfigError
@@ -190,8 +189,8 @@ def repeats_of(*subject: object) -> dict[str, object]:
 class _Kind:
     """Messages that count as one kind in an interval."""
 
-    since: float = -inf
-    num_passed: int = 0
+    since: float
+    num_passed: int = 1
     num_held: int = 0
 
 
@@ -223,34 +222,37 @@ class RepeatFilter(logging.Filter):
             return True
         place = (record.name, record.levelno, record.msg, record.exc_info and record.exc_info[0])
         varying = _without_numbers(text[:MAX_KEY_CHARS]) if subject is None else subject
+        equal, from_this_place = ("equal", place, varying), ("place", place)
         now = self._clock()
         with self._lock:
-            held = self._hold(("all", place), MAX_VARIANTS, now)
-            same = held if held is None else self._hold(("same", place, varying), 1, now)
-        if held is None or same is None:
-            return False
-        if held or same:
-            record.msg = f"{text} (and {max(held, same)} more)"
+            # In this order: equal messages must not use up what the place may say besides.
+            if self._holds(equal, 1, now) or self._holds(from_this_place, MAX_VARIANTS, now):
+                return False
+            num_held = self._pass(equal, now) + self._pass(from_this_place, now)
+        if num_held:
+            record.msg = f"{text} (and {num_held} more)"
             record.args = ()
         return True
 
-    def _hold(self, key: object, max_passed: int, now: float) -> int | None:
-        """None if a message of this kind is held back; else how many were, since the last interval
-        of this kind.
-        """
-        kind = self._kinds.setdefault(key, _Kind())
-        if now - kind.since < self._interval_s:
-            if kind.num_passed >= max_passed:
-                kind.num_held += 1
-                return None
+    def _holds(self, key: object, max_passed: int, now: float) -> bool:
+        """Whether messages of this kind are held back now; if so, this one is counted."""
+        kind = self._kinds.get(key)
+        if kind is None or now - kind.since >= self._interval_s or kind.num_passed < max_passed:
+            return False
+        kind.num_held += 1
+        return True
+
+    def _pass(self, key: object, now: float) -> int:
+        """Note that a message of this kind passes. Return how many were held back before it."""
+        kind = self._kinds.get(key)
+        if kind is not None and now - kind.since < self._interval_s:
             kind.num_passed += 1
             return 0
-        num_held = kind.num_held
-        self._kinds[key] = _Kind(now, num_passed=1)
+        self._kinds[key] = _Kind(now)
         self._kinds.move_to_end(key)
         if len(self._kinds) > MAX_KEYS:
             self._kinds.popitem(last=False)
-        return num_held
+        return 0 if kind is None else kind.num_held
 
 
 def _without_numbers(text: str) -> str:

@@ -25,6 +25,7 @@ from kvferry.types import Address
 START_S = 90.0
 REQUEST_S = 60.0
 SETTLE_S = 30.0
+ALL_LINES = 10_000
 LOOK_AGAIN_S, LATER_S, SELDOM_S = 0.05, 2.0, 0.2
 """Poll intervals. A long wait (for example for the end of a lease) polls less often after
 `LATER_S`, because every poll costs the engines time.
@@ -420,11 +421,11 @@ async def until(
 
 async def assert_said(engine: Engine, what: str) -> None:
     """Check that the engine logs `what`. The log has its own pipe, so a line may arrive after the
-    response that followed it.
+    response that followed it; and an engine holds repeats back, so an earlier line counts.
     """
 
     async def is_said() -> bool:
-        return any(what in line for line in engine.process.tail(50))
+        return any(what in line for line in engine.process.tail(ALL_LINES))
 
     try:
         await until(f"{engine.process.name} says {what!r}", is_said)

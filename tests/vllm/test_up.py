@@ -47,6 +47,18 @@ class Up:
         )
         self.lines: list[str] = []
 
+    def __enter__(self) -> "Up":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End what a failed test has left; the servers end with `up`."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(90)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        shutil.rmtree(self.temporary, ignore_errors=True)
+
     def wait_for(self, start: str) -> str:
         """Return the line that begins with `start`."""
         assert self.process.stdout is not None
@@ -62,8 +74,6 @@ class Up:
         assert len(pids) >= 4
         self.process.send_signal(number)
         code = self.process.wait(90)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
         eventually(lambda: not any(map(is_alive, pids)), within_s=40)
         return code
 
@@ -102,13 +112,12 @@ def check_up(up: Up, model: Path, right: Right) -> None:
 def test_the_printed_request_works_tokens_are_those_of_one_vllm_and_ctrl_c_leaves_nothing(
     tmp_path: Path, model: Path, right: Right
 ) -> None:
-    up = Up(tmp_path, model)
-    check_up(up, model, right)
-    assert up.stop(signal.SIGINT) == 0
-    assert [path.name for path in up.temporary.iterdir() if path.is_socket()] == []
-    assert list(up.temporary.glob("kvferry-*")) == []
-    assert {path.name for path in tmp_path.iterdir()} == {"prefill-0.log", "decode-0.log"}
-    shutil.rmtree(up.temporary)
+    with Up(tmp_path, model) as up:
+        check_up(up, model, right)
+        assert up.stop(signal.SIGINT) == 0
+        assert [path.name for path in up.temporary.iterdir() if path.is_socket()] == []
+        assert list(up.temporary.glob("kvferry-*")) == []
+        assert {path.name for path in tmp_path.iterdir()} == {"prefill-0.log", "decode-0.log"}
 
 
 @pytest.mark.exhaustive
@@ -116,18 +125,16 @@ def test_the_printed_request_works_tokens_are_those_of_one_vllm_and_ctrl_c_leave
 def test_two_prefill_servers_and_a_kill_leave_nothing(
     tmp_path: Path, model: Path, right: Right, mode: str
 ) -> None:
-    up = Up(tmp_path, model, "--prefill", "2", "--mode", mode)
-    check_up(up, model, right)
-    assert up.stop(signal.SIGKILL) == -signal.SIGKILL
-    eventually(lambda: list(up.temporary.glob("kvferry-*")) == [], within_s=40)
-    shutil.rmtree(up.temporary)
+    with Up(tmp_path, model, "--prefill", "2", "--mode", mode) as up:
+        check_up(up, model, right)
+        assert up.stop(signal.SIGKILL) == -signal.SIGKILL
+        eventually(lambda: list(up.temporary.glob("kvferry-*")) == [], within_s=40)
 
 
 @pytest.mark.exhaustive
 def test_a_model_that_does_not_exist_is_named_with_what_to_do(tmp_path: Path) -> None:
-    up = Up(tmp_path, Path("nobody/such-model"))
-    output, _ = up.process.communicate(timeout=200)
-    assert up.process.returncode == 1
-    assert "check the model's name" in output
-    assert f"the logs are in {tmp_path}" in output
-    shutil.rmtree(up.temporary)
+    with Up(tmp_path, Path("nobody/such-model")) as up:
+        output, _ = up.process.communicate(timeout=200)
+        assert up.process.returncode == 1
+        assert "check the model's name" in output
+        assert f"the logs are in {tmp_path}" in output

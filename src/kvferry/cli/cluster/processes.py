@@ -25,7 +25,7 @@ from kvferry.types import Address
 
 __all__ = ["ChildProcess", "ProcessGroup", "ProcessHandle", "ProcessStarter", "spawn_process"]
 
-_LOG_LINES = 200
+_LOG_LINES = 2000
 _LINE_BYTES = 4096
 _REAP_S = 20.0
 _TERMINATE_GRACE_S = 3.0

@@ -4,7 +4,7 @@ Runs on the event loop. A decode instance is asked first, because prefill instan
 prompts; then every other instance that may have the route. Which routes an instance has depends on
 its model, its version and its flags, so the router learns from the answers: an instance that does
 not know a route says so before it does any work. The router then asks the next one, and does not
-ask this one for the same route for a while.
+ask this one for the same path for a while.
 """
 
 import re
