@@ -85,6 +85,8 @@ EMPTY_RESPONSE = {"id": "r", "status": "completed", "output": [], "usage": {"out
 EMPTY_MESSAGE = {"type": "message", "content": [], "usage": {"input_tokens": 3, "output_tokens": 0}}
 OF_OTHER_APIS = [
     ("/v1/responses", {"input": "hi"}, EMPTY_RESPONSE),
+    # One instance serves this one alone.
+    ("/v1/responses", {"input": "hi", "background": True}, EMPTY_RESPONSE),
     ("/v1/messages", {"max_tokens": 9, "messages": []}, EMPTY_MESSAGE),
 ]
 

@@ -32,6 +32,7 @@ from kvferry.router.serving.instance_client import (
     TrackedLeg,
     describe_error,
 )
+from kvferry.router.serving.stream_start import is_event_stream, peek_start
 from kvferry.router.timeline import RequestEvent
 from kvferry.web.errors import error_message
 
@@ -172,7 +173,10 @@ class OneInstance:
                 # generates well.
                 call.outcome = Outcome.ABANDONED
                 return failure
+            is_generation = route.service is Service.BOTH_LEGS and answer.status == 200
             if answer.status == 200 and answer.headers.get("content-length") is None:
+                if is_generation and await self._is_aborted(route, answer):
+                    return self.instance_client.aborted(instance, call)
                 call.outcome = Outcome.ANSWERED
                 await self._relay(context, instance, answer, call)
                 return None
@@ -180,11 +184,17 @@ class OneInstance:
             call.outcome = Outcome.ANSWERED
             if _is_unknown_route(answer.status, body):
                 return self._note_lacking(context, instance, route)
-            is_generation = route.service is Service.BOTH_LEGS and answer.status == 200
             if is_generation and is_aborted(route.api, body):
                 return self.instance_client.aborted(instance, call)
             context.send(HttpResponse(answer.status, forwarded_headers(answer.headers), body))
         return None
+
+    async def _is_aborted(self, route: Route, answer: UpstreamResponse) -> bool:
+        """Whether a stream, as soon as it shows what the instance does, ends without a token."""
+        if not is_event_stream(answer):
+            return False
+        start = await peek_start(answer, self.instance_client.options.timeouts.idle)
+        return is_aborted(route.api, start.data)
 
     async def _send(
         self, context: RequestContext, route: Route, instance: Instance
@@ -215,8 +225,7 @@ class OneInstance:
             call.outcome = Outcome.FAILED
             self.instance_client.metrics.failures.add(instance.role, instance.url)
             message = f"{instance} did not complete its answer: {describe_error(error)}"
-            is_events = (answer.headers.get("content-type") or "").startswith("text/event-stream")
-            if is_events:
+            if is_event_stream(answer):
                 await context.interrupt(502, message)
             else:
                 # An error would become part of the data.

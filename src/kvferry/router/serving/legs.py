@@ -12,7 +12,6 @@ stream that starts with an error event counts as no answer.
 import asyncio
 import logging
 import os
-import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
@@ -36,7 +35,6 @@ from kvferry.router.serving.context import (
     build_error_response,
     forwarded_headers,
 )
-from kvferry.router.serving.event_splitter import event_data
 from kvferry.router.serving.first_token import may_continue
 from kvferry.router.serving.instance_client import (
     UNAVAILABLE,
@@ -47,6 +45,7 @@ from kvferry.router.serving.instance_client import (
 )
 from kvferry.router.serving.push import PushSources
 from kvferry.router.serving.side_channel import PrefilledBlocks, wait_for_answer
+from kvferry.router.serving.stream_start import StreamStart, is_event_stream, peek_start
 from kvferry.router.timeline import RequestEvent
 from kvferry.types import Address
 from kvferry.web.errors import error_message
@@ -224,22 +223,6 @@ def _with_reason(failure: LegFailure, reason: str) -> LegFailure:
 
 _log = logging.getLogger(__name__)
 
-_EVENTS = "text/event-stream"
-# One event of a stream, with its name if it has one; `error` matches if the event is an error.
-_EVENT = re.compile(
-    rb"(?:^|\n)(?:event:[ \t]*(?P<name>[^\r\n]*)\r?\n)?"
-    rb'data:[ \t]*(?P<error>\{\s*"(?:error"\s*:|type"\s*:\s*"error"))?[^\n]*\n'
-)
-# vLLM sends these events of responses and messages before it has computed anything.
-_BEFORE_FIRST_TOKEN = (
-    b"response.created",
-    b"response.queued",
-    b"response.in_progress",
-    b"message_start",
-    b"ping",
-)
-# A stream without an event within this many bytes counts as begun.
-_MAX_START = 64 * 1024
 _DONE, _TAIL_BYTES = b"data: [DONE]", 64
 
 
@@ -296,12 +279,16 @@ class DecodeLeg:
             if answer.status >= 500:
                 failure = await self.instance_client.server_error(answer, instance, call)
                 return await self._explain(context, call, failure, leg_id)
-            is_stream = (answer.headers.get("content-type") or "").startswith(_EVENTS)
-            # A complete body, or the first event, must arrive before the client gets a byte:
+            # A complete body, or the start of a stream, must arrive before the client gets a byte:
             # until then another D can be tried.
-            whole = None if is_stream else await self.instance_client.read(answer)
-            error = await self._error_at_start(answer) if is_stream else None
-            if error is not None:
+            whole, start = None, StreamStart()
+            if is_event_stream(answer):
+                start = await peek_start(answer, self.instance_client.options.timeouts.idle)
+            else:
+                whole = await self.instance_client.read(answer)
+            if start.is_error:
+                # Only this event is logged: those before it may repeat the client's instructions.
+                error = start.event + b"\n"
                 self.instance_client.metrics.failures.add(instance.role, instance.url)
                 response = HttpResponse(
                     answer.status,
@@ -315,7 +302,7 @@ class DecodeLeg:
                     needs_prefill=True,
                 )
                 return await self._explain(context, call, failure, leg_id)
-            begun = await self._first_data(answer) if whole is None else whole
+            begun = start.data if whole is None else whole
             if answer.status == 200 and is_aborted(context.client.api, begun):
                 return self.instance_client.aborted(instance, call)
             call.outcome = Outcome.ANSWERED
@@ -343,28 +330,6 @@ class DecodeLeg:
             call.note_transfer_failed(context.prefiller, context.num_failed_transfers)
             failure = replace(failure, is_transfer=True)
         return _with_reason(failure, reason)
-
-    async def _error_at_start(self, answer: UpstreamResponse) -> bytes | None:
-        """The first event of a stream if that event is an error, else None.
-
-        Waits for the first event, because an engine may send its response head long before the
-        first token. Comment lines of the stream are skipped.
-        """
-        start = await self._peek_first_event(answer)
-        event = _first_event(start)
-        if event is None or event["error"] is None:
-            return None
-        # Events before it may repeat the client's instructions, and the error is logged.
-        return event[0].lstrip(b"\n") + b"\n"
-
-    async def _first_data(self, answer: UpstreamResponse) -> bytes:
-        """The data of the first event that shows what D does; empty if there is none."""
-        event = _first_event(await self._peek_first_event(answer))
-        return b"" if event is None else event_data(event[0])
-
-    async def _peek_first_event(self, answer: UpstreamResponse) -> bytes:
-        """The bytes of a stream up to its first event, or more; they stay in the stream."""
-        return await answer.peek(_has_first_event, self.instance_client.options.timeouts.idle)
 
     def _note_first(self, context: RequestContext, call: TrackedLeg) -> None:
         now = time.monotonic()
@@ -449,13 +414,3 @@ class _DoneChecker:
                 "it closed the connection in the middle of its answer", has_answered=True
             )
         return segment if self._then is None else self._then(segment)
-
-
-def _first_event(start: bytes) -> re.Match[bytes] | None:
-    """The first event that shows that D has begun to generate, or has failed."""
-    events = _EVENT.finditer(start)
-    return next((event for event in events if event["name"] not in _BEFORE_FIRST_TOKEN), None)
-
-
-def _has_first_event(start: bytes) -> bool:
-    return _first_event(start) is not None or len(start) > _MAX_START
