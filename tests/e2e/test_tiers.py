@@ -285,7 +285,11 @@ def test_a_tier_stores_only_what_was_needed_often_enough(
     assert asyncio.run(loads(engine)) == {"disk": 20}
 
 
-@pytest.mark.parametrize("setup", ["disk", "object", "mooncake"], indirect=True)
+@pytest.mark.parametrize(
+    "setup",
+    ["disk", "object", pytest.param("mooncake", marks=pytest.mark.exhaustive)],
+    indirect=True,
+)
 def test_one_flipped_bit_in_each_object_is_refused(
     setup: TierSetup, cluster: Cluster, plain: Engine
 ) -> None:
@@ -393,7 +397,11 @@ def test_a_d_that_has_a_prefix_in_its_tier_fetches_only_the_rest_from_p(
     assert asyncio.run(settled(p))["kvferry:num_used_blocks"] == 0
 
 
-@pytest.mark.parametrize("setup", ["cpu+disk+object", "mooncake"], indirect=True)
+@pytest.mark.parametrize(
+    "setup",
+    ["cpu+disk+object", pytest.param("mooncake", marks=pytest.mark.exhaustive)],
+    indirect=True,
+)
 def test_another_checkpoint_at_the_same_path_finds_nothing(
     setup: TierSetup, tmp_path: Path
 ) -> None:

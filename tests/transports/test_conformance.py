@@ -76,14 +76,18 @@ def test_the_transport_keeps_its_contract(
     case.run(source)
 
 
-@pytest.mark.parametrize("name", WITH_WRITE_GRANTS)
+@pytest.fixture(scope="module", params=WITH_WRITE_GRANTS)
+def granting_source(request: pytest.FixtureRequest) -> Iterator[TransportPairSource]:
+    made = TransportPairSource(*SOURCES[request.param])
+    yield made
+    made.close()
+
+
 @pytest.mark.parametrize("case", WRITE_GRANT_CASES, ids=lambda case: case.name)
-def test_the_transport_admits_only_what_was_granted(name: str, case: Case) -> None:
-    source = TransportPairSource(*SOURCES[name])
-    try:
-        case.run(source)
-    finally:
-        source.close()
+def test_the_transport_admits_only_what_was_granted(
+    granting_source: TransportPairSource, case: Case
+) -> None:
+    case.run(granting_source)
 
 
 @pytest.mark.parametrize(

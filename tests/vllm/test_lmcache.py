@@ -157,6 +157,7 @@ def test_a_server_that_is_killed_costs_no_request_and_is_used_again_after_its_re
     asyncio.run(check())
 
 
+@pytest.mark.exhaustive
 def test_a_server_that_is_stopped_costs_no_request_and_is_used_again(
     beside: Beside, right: Right
 ) -> None:

@@ -111,6 +111,7 @@ def right_tokens(tmp_path_factory: pytest.TempPathFactory, model: Path) -> list[
     return tokens
 
 
+@pytest.mark.exhaustive
 def test_two_stores_of_one_class_both_save_and_either_loads(
     tmp_path: Path, model: Path, right_tokens: list[int]
 ) -> None:
@@ -132,6 +133,7 @@ def test_a_store_beside_our_connector(tmp_path: Path, model: Path, right_tokens:
     assert answers[3]["cached"] == 0
 
 
+@pytest.mark.exhaustive
 def test_a_prompt_that_is_computed_in_several_steps_is_not_saved_incomplete(
     tmp_path: Path, model: Path, right_tokens: list[int]
 ) -> None:
@@ -201,7 +203,7 @@ def test_vllms_offloading_beside_our_connector(
     assert [answer["cached"] for answer in answers] == [0, len(TOKENS) // BLOCK * BLOCK]
 
 
-@pytest.mark.parametrize("path", ["kvferry.vllm", None])
+@pytest.mark.parametrize("path", ["kvferry.vllm", pytest.param(None, marks=pytest.mark.exhaustive)])
 def test_dummy_kv_is_saved_by_vllms_multi_connector_and_not_by_ours(
     tmp_path: Path, model: Path, right_tokens: list[int], path: str | None
 ) -> None:
