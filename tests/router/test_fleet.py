@@ -140,6 +140,34 @@ def test_one_that_has_left_by_its_own_word_may_come_back_and_one_that_was_draine
     assert not fleet.leave(B)
 
 
+def test_an_operators_drain_outlives_a_registration_until_the_instance_restarts() -> None:
+    fleet = make_fleet("round_robin", 0)
+    fleet.renew(A, ttl_s=10, now=0.0)
+    fleet.drain(A)
+    assert (fleet.expire(100.0), fleet.next_deadline()) == ([], 0.0), "only a probe is due"
+    fleet.renew(A, ttl_s=10, now=100.0)
+    assert get(fleet, A).state(100.0) is MemberState.DRAINING
+    fleet.restarted(A, 101.0)
+    assert get(fleet, A).state(101.0) is MemberState.DRAINING, "it has not registered yet"
+    fleet.renew(A, ttl_s=10, now=102.0)
+    assert get(fleet, A).state(102.0) is MemberState.HEALTHY
+    fleet.drain(A)
+    fleet.restarted(A, 103.0)
+    assert fleet.expire(112.0) == [A], "the new process never registered"
+
+
+def test_an_operators_drain_of_a_permanent_member_outlives_restarts() -> None:
+    fleet = make_fleet("round_robin", 1)
+    fleet.drain(A)
+    fleet.restarted(A, 1.0)
+    fleet.renew(A, ttl_s=10, now=2.0)
+    assert get(fleet, A).state(2.0) is MemberState.DRAINING
+    fleet.add(A, 3.0)
+    fleet.leave(A)
+    fleet.restarted(A, 4.0)
+    assert get(fleet, A).has_left, "no operator has drained it"
+
+
 def test_adding_for_good_ends_a_lease() -> None:
     fleet = make_fleet("round_robin", 0)
     fleet.renew(A, ttl_s=10, now=0.0)
@@ -252,6 +280,8 @@ class Known:
 
     is_draining: bool = False
     lease_until: float = float("inf")
+    has_restarted: bool = False
+    """It has restarted since an operator drained it."""
 
 
 INSTANCES = [make_instance(number, role) for role in Role for number in range(4)]
@@ -288,12 +318,15 @@ class FleetMachine(RuleBasedStateMachine):
         known = self.known.setdefault(instance, Known(lease_until=0.0))
         if known.lease_until != float("inf"):
             known.lease_until = self.now + ttl_s
+        if known.has_restarted:
+            known.is_draining = known.has_restarted = False
 
     @rule(instance=st.sampled_from(INSTANCES))
     def drain(self, instance: Instance) -> None:
         assert self.fleet.drain(instance) == (instance in self.known)
         if instance in self.known:
             self.known[instance].is_draining = True
+            self.known[instance].has_restarted = False
 
     @rule(instance=st.sampled_from(INSTANCES))
     def remove(self, instance: Instance) -> None:
@@ -304,6 +337,8 @@ class FleetMachine(RuleBasedStateMachine):
         self.fleet.restarted(instance, self.now)
         if (member := self.fleet.get(instance)) is not None:
             assert member.state(self.now) in (MemberState.HEALTHY, MemberState.DRAINING)
+            known = self.known[instance]
+            known.has_restarted = known.is_draining and known.lease_until != float("inf")
 
     @rule(seconds=st.sampled_from([0.1, 0.5, 1.0, 3.0]))
     def wait(self, seconds: float) -> None:

@@ -145,14 +145,18 @@ class Fleet:
         return gone
 
     def restarted(self, instance: Instance, now: float) -> None:
-        """Record that a new process answers at the address: no failures, an empty cache. Draining
-        was ordered by an operator and continues.
+        """Record that a new process answers at the address: no failures, an empty cache.
+
+        An operator's drain of a permanent member continues. That of a self-registered member was
+        for the process that has ended: the new one joins by registering.
         """
         member = self._members.get(instance)
         if member is not None:
             member.breaker.restart()
             member.update_ready_at()
             member.incarnation += 1
+            if not member.is_static:
+                member.has_left = member.is_draining
             member.progress = TokenProgress()
             self.kv_used_at.pop(instance, None)
             member.probe_at = min(member.probe_at, now)

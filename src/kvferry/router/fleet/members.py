@@ -158,10 +158,17 @@ class Member:
         return self.lease_until == inf
 
     @property
+    def is_drained_by_operator(self) -> bool:
+        return self.is_draining and not self.has_left
+
+    @property
     def expires_at(self) -> float:
         """When the member is removed. On a busy machine renewals come late, so a member that
-        answers the router's probes is given time.
+        answers the router's probes is given time. A member that an operator has drained stays:
+        it would otherwise return undrained with its next renewal.
         """
+        if self.is_drained_by_operator:
+            return inf
         is_alive = (
             not self.is_draining
             and self.breaker.options.probe_interval_s > 0

@@ -125,4 +125,4 @@ class DiscoveredInstances:
         kept while its address is gone, because it would return as a new one.
         """
         member = self.fleet.get(instance)
-        return member is not None and member.is_draining and not member.has_left
+        return member is not None and member.is_drained_by_operator
