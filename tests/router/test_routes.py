@@ -39,6 +39,7 @@ MESSAGE = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content
 TOKENS = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 9, "min_tokens": 3, "seed": 1}}
 UNKNOWN = answers(404, '{"detail":"Not Found"}')
 UNSUPPORTED = answers(501, '{"error":{"message":"The model does not support Rerank API"}}')
+NO_MODEL = answers(404, '{"error":{"message":"The model `x` does not exist."}}')
 KEYS = (("one", "sk-one"), ("two", "sk-two"))
 
 
@@ -339,14 +340,21 @@ def test_a_form_with_transfer_params_is_refused() -> None:
     uvloop.run(scene())
 
 
-def test_a_model_that_is_not_there_is_no_missing_route() -> None:
+@pytest.mark.parametrize("of_p", [completes, UNKNOWN, NO_MODEL])
+@pytest.mark.parametrize("of_d", [UNKNOWN, NO_MODEL])
+def test_a_model_that_is_not_there_is_no_missing_route(of_p: Behaviour, of_d: Behaviour) -> None:
     async def scene() -> None:
-        text = '{"error":{"message":"The model `x` does not exist."}}'
-        async with stage(completes, answers(404, text)) as s:
-            for number in range(2):
-                status, _, body = await s.post({"model": "x"}, "/tokenize")
-                assert (status, body.decode()) == (404, text)
-                assert (len(s.d.calls), s.p.calls) == (number + 1, [])
+        async with stage(of_p, of_d) as s:
+            status, _, body = await s.post({"model": "x"}, "/tokenize")
+            assert len(s.d.calls) == len(s.p.calls) == 1
+            if of_p is completes:
+                assert status == 200, "the other instance has the model"
+            else:
+                lacks_model = NO_MODEL in (of_p, of_d)
+                expected = "The model `x` does not" if lacks_model else "no instance of the fleet"
+                assert (status, message(body).startswith(expected)) == (404, True)
+            await s.post({"model": "x"}, "/tokenize")
+            assert len(s.d.calls) == (2 if of_d is NO_MODEL else 1), "models are not remembered"
 
     uvloop.run(scene())
 

@@ -27,6 +27,7 @@ from kvferry.router.serving.context import (
     forwarded_headers,
 )
 from kvferry.router.serving.instance_client import (
+    NOT_FOUND,
     UNAVAILABLE,
     InstanceClient,
     TrackedLeg,
@@ -86,8 +87,11 @@ class OneInstance:
             if result is None:
                 return
             context.note_failure(instance, result)
-            # "This one is full" and "this one failed" say more than "that one lacks the route".
-            if failure is None or instance not in self._without(context):
+            # "This one failed" says more than "that one lacks the model", and this says more than
+            # "that one lacks the route".
+            without = self._without(context)
+            says_little = result.is_lacking or instance in without
+            if failure is None or failure.instance in without or not says_little:
                 failure = result
             if not self._may_retry(context, route, result):
                 break
@@ -130,7 +134,7 @@ class OneInstance:
         """Whether another instance gets the request. One that did no work costs no retry."""
         if failure.is_final:
             return False
-        if failure.is_refusal or failure.is_unsent:
+        if failure.is_refusal or failure.is_unsent or failure.is_lacking:
             return True
         if not route.is_repeatable:
             return False
@@ -184,6 +188,8 @@ class OneInstance:
             call.outcome = Outcome.ANSWERED
             if _is_unknown_route(answer.status, body):
                 return self._note_lacking(context, instance, route)
+            if answer.status == NOT_FOUND:
+                return self.instance_client.lacks_model(answer, body, instance)
             if is_generation and is_aborted(route.api, body):
                 return self.instance_client.aborted(instance, call)
             context.send(HttpResponse(answer.status, forwarded_headers(answer.headers), body))

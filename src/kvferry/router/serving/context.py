@@ -97,6 +97,8 @@ class LegFailure:
     """The instance's response, if there was one."""
     is_refusal: bool = False
     """The instance answered 503 and did no work; another instance may accept the request."""
+    is_lacking: bool = False
+    """The instance does not have the model (404) and did no work; another instance may have it."""
     is_unsent: bool = False
     """The connection failed, so no instance did any work, and the retry costs none of
     `max_retries`.
@@ -135,6 +137,8 @@ class RequestContext:
     """Instances of either role that refused or failed this request."""
     unanswered: list[Instance] = field(default_factory=list)
     """Those of `tried` that could not be reached or broke the connection."""
+    lacking: dict[Instance, LegFailure] = field(default_factory=dict)
+    """Those of `tried` that do not have the model; they are not asked again."""
     cors: list[tuple[str, str]] = field(default_factory=list)
     error: str = ""
     """Why the request failed; empty if it did not."""
@@ -164,7 +168,9 @@ class RequestContext:
     def note_failure(self, instance: Instance, failure: LegFailure) -> None:
         """Remember that a leg of this request failed on the instance."""
         self.tried.append(instance)
-        if not (failure.needs_prefill or failure.is_refusal):
+        if failure.is_lacking:
+            self.lacking[instance] = failure
+        elif not (failure.needs_prefill or failure.is_refusal):
             self.unanswered.append(instance)
         if failure.is_transfer and not failure.is_consequence and self.prefiller is not None:
             self.tried.append(self.prefiller)

@@ -28,7 +28,7 @@ from kvferry.router.serving.context import (
     build_error_response,
 )
 from kvferry.router.serving.first_token import read_first_token
-from kvferry.router.serving.instance_client import UNAVAILABLE, InstanceClient
+from kvferry.router.serving.instance_client import NOT_FOUND, UNAVAILABLE, InstanceClient
 from kvferry.router.serving.legs import DecodeLeg, FailureQuery, PrefillLeg
 from kvferry.router.serving.push import LegFinisher, PushSources, run_both_legs
 from kvferry.router.serving.side_channel import BlockReleaser, PrefilledBlocks
@@ -104,8 +104,9 @@ class Dispatcher:
             last_turn = None
         context.error = failure.message
         answer = _final_response(failure)
-        # A fleet that is full or gone refuses many requests; these are counted, not logged.
-        if answer.status != UNAVAILABLE:
+        # A fleet that is full or gone refuses many requests, and clients ask for models that it
+        # does not have: these are counted, not logged.
+        if answer.status not in (UNAVAILABLE, NOT_FOUND):
             _log.warning("request failed request=%s: %s", context.request_id, failure.message)
         context.send(answer)
 
@@ -132,9 +133,13 @@ class Dispatcher:
                 context.num_failed_transfers == 1
                 and self.fleet.peek(Role.PREFILL, context.hints, now, context.tried) is not None
             )
-        return failure.is_consequence or (
-            (failure.is_unsent or failure.is_refusal)
-            and (failure.instance is None or context.tried.count(failure.instance) <= 1)
+        return (
+            failure.is_consequence
+            or failure.is_lacking
+            or (
+                (failure.is_unsent or failure.is_refusal)
+                and (failure.instance is None or context.tried.count(failure.instance) <= 1)
+            )
         )
 
     async def _attempt(
@@ -191,7 +196,7 @@ class Dispatcher:
                 return result
             if result.is_refusal:
                 refusal = result
-            else:
+            elif not result.is_lacking:
                 failure, last_turn = result, None
                 if not self._may_retry(context, result):
                     break
@@ -201,12 +206,9 @@ class Dispatcher:
             # work.
             return refusal
         if self.instance_client.options.routing.without_prefill is FailurePolicy.RECOMPUTE:
-            context.timeline.fallback = (
-                failure.message if failure is not None else "no prefill instance is available"
-            )
-            self.instance_client.metrics.fallbacks.add()
+            context.timeline.fallback = (failure or _no_instance(Role.PREFILL, context)).message
             return _Prefilled(None, None)
-        return failure or _no_instance(Role.PREFILL)
+        return failure or _no_instance(Role.PREFILL, context)
 
     async def _begin_early(
         self, context: RequestContext, handover: Handover | None, last_turn: LastTurn | None
@@ -250,6 +252,9 @@ class Dispatcher:
             result = await self.decode.run(context, held, instance, handover)
             if result is None or context.is_started:
                 return result
+            if result.is_lacking:
+                context.note_failure(instance, result)
+                continue
             # If the D before this one died after it had fetched P's blocks, P has freed them, and
             # this D finds none: both failures have one cause and cost one retry.
             has_died = failure is not None and not (failure.is_unsent or failure.is_refusal)
@@ -268,7 +273,7 @@ class Dispatcher:
             # The retry was granted, and all Ds have failed with these blocks. A D that could not
             # be reached before may have restarted.
             return replace(failure, needs_prefill=True, is_consequence=True)
-        return failure or _no_instance(Role.DECODE)
+        return failure or _no_instance(Role.DECODE, context)
 
     # -- legs in parallel --
 
@@ -293,7 +298,7 @@ class Dispatcher:
         if isinstance(result, HttpResponse):
             context.send(result)
             return None
-        if result is not None:
+        if result is not None and not result.is_lacking:
             # D could not get P's KV. If P has restarted, P's next answer shows the new incarnation.
             self.push_sources.forget(prefiller)
         return result
@@ -342,18 +347,20 @@ class Dispatcher:
             if not is_push:
                 await parallel.is_computed.wait()
             handover = parallel.push_handover if is_push else parallel.held.handover
-            failure = await self.decode.run(
+            result = await self.decode.run(
                 context, parallel.held, instance, handover, parallel.has_begun
             )
-            if failure is None or context.is_started:
-                return failure
-            context.note_failure(instance, failure)
-            asked.append(instance)
-            self.watcher.forget_mode(instance)
-            if not failure.is_refusal:
-                return replace(failure, needs_prefill=True)
+            if result is None or context.is_started:
+                return result
+            context.note_failure(instance, result)
+            if not result.is_lacking:
+                failure = result
+                asked.append(instance)
+                self.watcher.forget_mode(instance)
+                if not failure.is_refusal:
+                    return replace(failure, needs_prefill=True)
             instance = self._choose(Role.DECODE, context, hints, asked)
-        return failure or _no_instance(Role.DECODE)
+        return failure or _no_instance(Role.DECODE, context)
 
     def _release_leg(self, instance: Instance, leg_id: str) -> None:
         side_channel = self.watcher.known_side_channel(instance)
@@ -396,9 +403,11 @@ class Dispatcher:
         come last, the latest of them at the very end: they have no load, so the policy alone would
         choose them again and again.
 
-        Instances in `asked` have failed with the same blocks and are not picked.
+        Instances in `asked` have failed with the same blocks and are not picked, and neither are
+        those that lack the model.
         """
         now, unanswered = time.monotonic(), context.unanswered
+        asked = [*asked, *context.lacking]
         picked = pick(role, hints, now, [*context.tried, *asked])
         if picked is not None or not context.tried:
             return picked
@@ -413,7 +422,11 @@ def _decode_hints(context: RequestContext, last_turn: LastTurn | None) -> Routin
     return RoutingHints(context.prompt, last_turn.decoder if last_turn is not None else None)
 
 
-def _no_instance(role: Role) -> LegFailure:
+def _no_instance(role: Role, context: RequestContext) -> LegFailure:
+    """Why no instance of the role is left: those that were asked lack the model, or none exists."""
+    lacking = [failure for instance, failure in context.lacking.items() if instance.role is role]
+    if lacking:
+        return lacking[0]
     return LegFailure(
         None,
         f"no {role} instance is available",

@@ -36,10 +36,19 @@ from kvferry.router.serving.side_channel import PrefilledBlocks
 from kvferry.router.time_series import TimeSeries
 from kvferry.router.timeline import RequestEvent, Timeline
 
-__all__ = ["UNAVAILABLE", "InstanceClient", "TrackedLeg", "describe_error", "excerpt"]
+__all__ = [
+    "NOT_FOUND",
+    "UNAVAILABLE",
+    "InstanceClient",
+    "TrackedLeg",
+    "describe_error",
+    "excerpt",
+]
 
 UNAVAILABLE = 503
 """The HTTP status by which an instance refuses a leg."""
+NOT_FOUND = 404
+"""The HTTP status by which an instance says that it does not have the model."""
 _DEFAULT_RETRY_AFTER_S = 1
 _EXCERPT_CHARS = 300
 _MAX_TARGETS = 4096
@@ -175,6 +184,17 @@ class InstanceClient:
         if answer.headers.get("retry-after") is None:
             headers.append(("Retry-After", str(_DEFAULT_RETRY_AFTER_S)))
         return LegFailure(instance, message, HttpResponse(answer.status, headers, body), True)
+
+    def lacks_model(self, answer: UpstreamResponse, body: bytes, instance: Instance) -> LegFailure:
+        """Turn a 404 into a `LegFailure`. LoRA adapters are loaded while engines serve, so engines
+        of one fleet may have different ones.
+        """
+        return LegFailure(
+            instance,
+            f"{instance} does not have the model: {excerpt(body)}",
+            HttpResponse(answer.status, forwarded_headers(answer.headers), body),
+            is_lacking=True,
+        )
 
     def aborted(self, instance: Instance, call: "TrackedLeg") -> LegFailure:
         """Turn an answer that the engine aborted before its first token into a refusal: the engine

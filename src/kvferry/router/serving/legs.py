@@ -37,6 +37,7 @@ from kvferry.router.serving.context import (
 )
 from kvferry.router.serving.first_token import may_continue
 from kvferry.router.serving.instance_client import (
+    NOT_FOUND,
     UNAVAILABLE,
     InstanceClient,
     TrackedLeg,
@@ -73,9 +74,9 @@ class PrefillLeg:
     ) -> Handover | HttpResponse | LegFailure | None:
         """Run the prefill leg on `instance`.
 
-        Returns P's blocks (None: P holds none), or P's 4xx response, which becomes the client's
-        response, or the failure. `on_late_handover` receives P's blocks if the leg was abandoned
-        while the answer was in flight.
+        Returns P's blocks (None: P holds none), or P's 4xx response (except 404), which becomes the
+        client's response, or the failure. `on_late_handover` receives P's blocks if the leg was
+        abandoned while the answer was in flight.
         """
         context.mark(RequestEvent.PREFILL_BEGAN, instance)
         leg_id = _new_leg_id()
@@ -132,6 +133,8 @@ class PrefillLeg:
             text = await self.instance_client.read(answer)
             if 400 <= answer.status < 500:
                 call.outcome = Outcome.ANSWERED
+                if answer.status == NOT_FOUND:
+                    return self.instance_client.lacks_model(answer, text, instance)
                 return HttpResponse(answer.status, forwarded_headers(answer.headers), text)
             if answer.status != 200:
                 raise RemoteProtocolError(f"it answered with status {answer.status}")
@@ -286,6 +289,9 @@ class DecodeLeg:
                 start = await peek_start(answer, self.instance_client.options.timeouts.idle)
             else:
                 whole = await self.instance_client.read(answer)
+            if whole is not None and answer.status == NOT_FOUND:
+                call.outcome = Outcome.ANSWERED
+                return self.instance_client.lacks_model(answer, whole, instance)
             if start.is_error:
                 # Only this event is logged: those before it may repeat the client's instructions.
                 error = start.event + b"\n"
@@ -310,6 +316,8 @@ class DecodeLeg:
                 has_begun.set()
             if answer.status == 200:
                 held.mark_handed_over()
+                if context.prefiller is None:
+                    self.instance_client.metrics.fallbacks.add()
                 if self.instance_client.fleet.kv_used_at and held.handover is not None:
                     self.instance_client.fleet.note_kv_used(context.prefiller, time.monotonic())
             self._note_first(context, call)
