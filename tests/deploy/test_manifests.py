@@ -121,7 +121,11 @@ def test_the_documented_kustomization_adds_rdma_replicas_and_a_registry(tmp_path
     for name in ("prefill", "decode"):
         assert found[name]["replicas"] == 3
         assert specs[name]["resources"]["limits"]["rdma/hca"] == "1"
-        assert specs[name]["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+        security = specs[name]["securityContext"]
+        assert security["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+        # A process of another user would have no capability at all (kubernetes/kubernetes#56374).
+        assert (security["runAsUser"], security["runAsNonRoot"]) == (0, False)
+        assert not security["allowPrivilegeEscalation"]
     assert "add" not in specs["router"]["securityContext"]["capabilities"]
 
 
@@ -242,6 +246,28 @@ def test_a_pod_may_live_longer_than_its_drain(name: str) -> None:
         assert 0 < sum(limits) < grace_s, deployment
 
 
+@pytest.mark.parametrize("name", KUSTOMIZATIONS)
+def test_a_rollout_may_take_as_long_as_a_pod_needs_to_end_and_to_start(name: str) -> None:
+    """The new pod waits for the GPU of the old one."""
+    for found in rendered(name):
+        if found["kind"] == "Deployment":
+            spec = found["spec"]["template"]["spec"]
+            probe = spec["containers"][0].get("startupProbe", {})
+            start_s = probe.get("periodSeconds", 0) * probe.get("failureThreshold", 0)
+            most_s = spec["terminationGracePeriodSeconds"] + start_s
+            assert found["spec"]["progressDeadlineSeconds"] > most_s
+
+
+@pytest.mark.parametrize("name", KUSTOMIZATIONS)
+def test_pods_have_the_keys_that_they_read_and_no_others(name: str) -> None:
+    for deployment, spec in deployments(name).items():
+        (keys,) = [volume["secret"] for volume in spec["volumes"] if "secret" in volume]
+        mounted = {item["key"] for item in keys.get("items", [])}
+        assert all(item["key"] == item["path"] for item in keys.get("items", []))
+        # A volume without `items` has all keys of the secret.
+        assert mounted == (set() if deployment == "router" else {"cluster-secret"}), deployment
+
+
 def _hook(container: dict[str, Any]) -> list[str]:
     hook = container.get("lifecycle", {}).get("preStop", {})
     return list(hook.get("exec", {}).get("command", ()))
@@ -300,6 +326,19 @@ def test_image_files_copy_what_exists_and_install_extras_that_exist() -> None:
             assert (ROOT / source).exists(), (path.name, source)
         installed |= set(re.findall(r"\$wheel\[(\w+)\]", text))
     assert installed == {"router", "engine"} & set(extras)
+
+
+def test_an_image_gets_what_the_wheel_needs_and_nothing_else_of_the_checkout() -> None:
+    """Keys, which docs/deployment.md makes in the working directory, must not get into an image."""
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    rules = [line for line in lines if line and not line.startswith("#")]
+    assert rules[0] == "*"
+    allowed = {rule[1:] for rule in rules if rule.startswith("!")}
+    assert all((ROOT / name).exists() for name in allowed)
+    assert allowed == {
+        *("src", "CHANGELOG.md", "LICENSE", "MANIFEST.in", "README.md"),
+        *("constraints.txt", "pyproject.toml", "setup.py"),
+    }
 
 
 @pytest.mark.skipif(
