@@ -207,6 +207,51 @@ def test_kvferry_register_keeps_an_instance_in_the_fleet_until_it_is_stopped() -
     uvloop.run(scene())
 
 
+BROKEN_ANSWERS = [
+    b"no HTTP\r\n\r\n",
+    f"HTTP/1.1 409 Conflict\r\n{ROUTER_ID_HEADER}: r\r\nContent-Length: 0\r\n\r\n".encode(),
+    b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{}",  # the statement is accepted
+    b"HTTP/1.1 500 Error\r\nContent-Length: 9\r\n\r\n{}",
+]
+
+
+def test_registration_survives_broken_answers_and_leaves_routers_that_may_have_accepted_it() -> (
+    None
+):
+    """`kvferry serve` registers in a thread: an engine whose thread ends drops out of the fleet."""
+
+    async def scene() -> None:
+        answers_left, statements = iter(BROKEN_ANSWERS), list[Statement]()
+        has_sent_all = asyncio.Event()
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = int(head.lower().partition(b"content-length:")[2].split()[0])
+            body = json.loads(await reader.readexactly(length))
+            statements.append(REGISTRAR.open(body["statement"], time.time()))
+            next_answer = next(answers_left, None)
+            if next_answer is None:
+                has_sent_all.set()
+            writer.write(next_answer or BROKEN_ANSWERS[-1])
+            writer.close()
+            await writer.wait_closed()
+
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        async with asyncio.timeout(60), server, stub_engine(StubEngine(completes)) as new:
+            one = Instance(Role.DECODE, Address("127.0.0.1", new.port))
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            registration = Registration(one, [url], REGISTRAR, ttl_s=0.03)
+            running = asyncio.create_task(asyncio.to_thread(registration.run))
+            sent = asyncio.create_task(has_sent_all.wait())
+            await asyncio.wait({sent, running}, return_when=asyncio.FIRST_COMPLETED)
+            registration.stop()
+            await running
+            assert sent.done()
+            assert (statements[-1].is_leaving, statements[-1].router_id) == (True, "r")
+
+    uvloop.run(scene())
+
+
 def test_a_statement_is_good_for_one_time() -> None:
     """An eavesdropper must not bring an instance back that has left, nor make one leave."""
 

@@ -15,6 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from types import FrameType
 from urllib.parse import urlsplit
 
@@ -99,7 +100,8 @@ class Registration:
                 for router in self.routers:
                     self._send(router)
             self._stop.wait(self.ttl_s / _RENEWALS)
-        for router in list(self._joined):
+        # A router whose answer was lost may have accepted the statement. It has given its id.
+        for router in self._router_ids:
             self._send(router, is_leaving=True)
 
     def stop(self) -> None:
@@ -112,7 +114,7 @@ class Registration:
         try:
             with _open(f"{self.instance.url}/health", timeout=_CALL_S) as answer:
                 return bool(answer.status == 200)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, HTTPException) as error:
             _log.warning("not registered: instance %s is not healthy (%s)", self.instance, error)
             return False
 
@@ -128,7 +130,7 @@ class Registration:
                     raise
                 self._router_ids[router] = router_id
                 self._post_statement(router, is_leaving)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, HTTPException) as error:
             self._joined.discard(router)
             _log.warning(
                 "not registered router=%s: %s",
@@ -164,7 +166,7 @@ def _error_text(error: Exception) -> str:
         return str(error)
     try:
         return f"{error.code}: {json.loads(error.read(4096))['error']['message']}"
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, HTTPException):
         return str(error)
 
 
