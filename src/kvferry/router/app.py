@@ -33,7 +33,7 @@ from kvferry.router.metrics import RouterMetrics
 from kvferry.router.options import RouterOptions
 from kvferry.router.pages import Pages
 from kvferry.router.routes.adapters import Adapters
-from kvferry.router.routes.one_instance import OneInstance
+from kvferry.router.routes.one_instance import OneInstanceHandler
 from kvferry.router.routes.table import Api, Route, RouteTable, is_administrative
 from kvferry.router.serving.admission import AdmissionController, AdmissionOptions
 from kvferry.router.serving.client_request import Handover
@@ -131,7 +131,7 @@ class RouterApp:
             self.access_policy,
             self.admission,
             serving,
-            OneInstance(instance_client),
+            OneInstanceHandler(instance_client),
             self._recent,
             time_series,
             self._access_log,

@@ -1,8 +1,9 @@
 """Loads and unloads LoRA adapters on all instances of the fleet. Runs on the event loop.
 
-An adapter that only some instances have would serve some requests and refuse others, so the
-operator gets one answer for all instances, which names those that failed. Both requests may be
-repeated until all instances agree: unloading counts an instance that lacks the adapter as done.
+If only some instances had an adapter, some requests for it would be served and others refused. So
+the router sends a change to all instances and gives the operator one answer, which names the
+instances that failed. Unloading counts an instance that lacks the adapter as done, so the operator
+may repeat it until all instances agree. Instances never see the operator's admin key.
 """
 
 import asyncio
@@ -48,19 +49,19 @@ class Adapters:
         return {_LOAD: self.change, _UNLOAD: self.change}
 
     async def change(self, request: ServerRequest) -> HttpResponse:
-        """Send the request to every instance, and answer with what all of them said."""
-        # One server may be in the fleet in both roles.
+        """Send the request to every instance, and answer with the result of each."""
+        # A server that is in the fleet in both roles gets the request once.
         members = self.instance_client.fleet.members()
         instances = {member.instance.address: member.instance for member in members}.values()
         if not instances:
             return build_error_response(UNAVAILABLE, "the fleet has no instance; try again", 1)
         results = await asyncio.gather(*(self._ask(instance, request) for instance in instances))
-        return _joined(request.path, results)
+        return _combined_answer(request.path, results)
 
     async def _ask(self, instance: Instance, request: ServerRequest) -> AdapterResult:
         client, timeouts = self.instance_client, self.instance_client.options.timeouts
         key = client.options.access.instance_key
-        # The client's own key is the router's admin key, which no instance must see.
+        # Not the request's own headers: they contain the router's admin key.
         headers = [("Content-Type", "application/json")]
         headers += [("Authorization", f"Bearer {key}")] if key else []
         try:
@@ -79,7 +80,8 @@ class Adapters:
         return AdapterResult(instance.role, instance.url, status, message)
 
 
-def _joined(path: str, results: list[AdapterResult]) -> HttpResponse:
+def _combined_answer(path: str, results: list[AdapterResult]) -> HttpResponse:
+    """200 if all instances made the change, the common status if all failed alike, else 502."""
     num_done = sum(result.is_done for result in results)
     failed = [result for result in results if not result.is_done]
     if path == _UNLOAD and num_done:

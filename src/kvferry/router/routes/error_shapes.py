@@ -1,7 +1,7 @@
 """Errors in the shape that the clients of an API expect.
 
-Pure. The router and engines make errors in OpenAI's shape, also for routes of other APIs: vLLM
-checks bodies before it knows the route. Here they get the shape of the route.
+Pure. The router and the engines write errors in OpenAI's shape, on all routes: vLLM's checks of a
+body do not know the API of its route. This module gives an error the shape of the route's API.
 """
 
 import msgspec
@@ -33,16 +33,16 @@ class _MessagesErrorBody(msgspec.Struct):
     type: str = "error"
 
 
-class _Typed(msgspec.Struct):
+class _TypedBody(msgspec.Struct):
     type: str
 
 
-_typed_decoder = msgspec.json.Decoder(_Typed)
+_type_decoder = msgspec.json.Decoder(_TypedBody)
 
 
 def shape_error(api: Api, status: int, body: bytes) -> bytes:
-    """The body of an error answer in the shape of the API; unchanged if it has that shape."""
-    if api is not Api.MESSAGES or status < 400 or _is_typed(body):
+    """The body of an answer; an error gets the shape of the API, unless it already has it."""
+    if api is not Api.MESSAGES or status < 400 or _is_messages_error(body):
         return body
     return _messages_error(status, error_message(body))
 
@@ -50,28 +50,28 @@ def shape_error(api: Api, status: int, body: bytes) -> bytes:
 def error_event(status: int, message: str, api: Api = Api.OPENAI) -> bytes:
     """Server-sent event that reports why the stream ends here.
 
-    The bytes sent before may have ended inside an event. The leading empty lines close that event,
-    and have no meaning otherwise.
+    The client may have received part of another event. The empty lines at the beginning end that
+    event; without such a part they have no meaning.
     """
     body = error_body(RequestRefused(message, status=status))
     if api is Api.MESSAGES:
         return b"\n\nevent: error\ndata: " + _messages_error(status, message) + b"\n\n"
     if api is Api.RESPONSES:
-        # The `error` that all clients of OpenAI look for, and the fields of this API's own event.
-        own = {"type": "error", "code": str(status), "message": message, "param": None}
-        fields = msgspec.json.decode(body) | own
+        # The field `error`, which all OpenAI clients look for, and the fields of this API's event.
+        event = {"type": "error", "code": str(status), "message": message, "param": None}
+        fields = msgspec.json.decode(body) | event
         return b"\n\nevent: error\ndata: " + msgspec.json.encode(fields) + b"\n\n"
     return b"\n\ndata: " + body + b"\n\n"
 
 
-def _is_typed(body: bytes) -> bool:
+def _is_messages_error(body: bytes) -> bool:
     try:
-        return _typed_decoder.decode(body).type == "error"
+        return _type_decoder.decode(body).type == "error"
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
 
 
 def _messages_error(status: int, message: str) -> bytes:
     default = "api_error" if status >= 500 else "invalid_request_error"
-    kind = _ANTHROPIC_TYPES.get(status, default)
-    return msgspec.json.encode(_MessagesErrorBody(_MessagesError(kind, message)))
+    error = _MessagesError(_ANTHROPIC_TYPES.get(status, default), message)
+    return msgspec.json.encode(_MessagesErrorBody(error))

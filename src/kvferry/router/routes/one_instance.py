@@ -1,10 +1,11 @@
 """Requests that one instance serves alone: it gets the client's body, and its answer goes back.
 
-Runs on the event loop. A decode instance is asked first, because prefill instances are kept for
-prompts; then every other instance that may have the route. Which routes an instance has depends on
-its model, its version and its flags, so the router learns from the answers: an instance that does
-not know a route says so before it does any work. The router then asks the next one, and does not
-ask this one for the same path for a while.
+Runs on the event loop. The router asks a decode instance first, because prefill instances are kept
+for prompts; then every other instance that may have the route. Which routes an instance has depends
+on its model, its version and its flags, so the router learns them from answers: an instance that
+lacks a route says so before it does any work. The router then asks the next instance, and does not
+ask this one for the same path for a while. A 5xx answer on these routes never ejects an instance:
+the request may be the cause, and the instance may still generate well.
 """
 
 import re
@@ -37,25 +38,28 @@ from kvferry.router.serving.stream_start import is_event_stream, peek_start
 from kvferry.router.timeline import RequestEvent
 from kvferry.web.errors import error_message
 
-__all__ = ["OneInstance", "needs_no_parsing"]
+__all__ = ["OneInstanceHandler", "needs_no_parsing"]
 
-LACKING_S = 30.0
-"""How long an instance is not asked again for a route that it did not know. A server that restarts
-with other flags is asked again after this time.
+_LACKING_S = 30.0
+"""Seconds for which an instance is not asked for a path that it lacks. It is asked again then,
+because it may have restarted with other flags.
 """
 _MAX_LACKING = 4096
 _NOT_IMPLEMENTED = 501
 _UNKNOWN_ROUTE = re.compile(r'(?:.*: )?Not Found|\{"detail":"Not Found"\}', re.DOTALL)
-"""What engines say about a path that they do not know. They name a model that they do not know."""
+"""The message of a 404 for an unknown path. The message of a 404 for an unknown model differs."""
 _UNSUPPORTED = "The model does not support"
-"""What vLLM says with status 501 if its model lacks a route, and not if it lacks one feature."""
+"""How vLLM's message begins if its model lacks a route. The status 501 alone may also mean that the
+model lacks one feature of the route.
+"""
 _RESPONSE_ID = re.compile(r"/v1/responses/([^/]+)")
 
 
 def needs_no_parsing(route: Route, request: ServerRequest) -> bool:
-    """Whether an instance gets the body as it is: forms, and requests without a body.
+    """Whether an instance gets the body unchanged: a form, or an empty body.
 
-    All other bodies are JSON objects, from which the router removes what only it may say.
+    All other bodies must be JSON objects, because the router removes the client's
+    `kv_transfer_params` from them.
     """
     if route.service is Service.BOTH_LEGS:
         return False
@@ -64,13 +68,14 @@ def needs_no_parsing(route: Route, request: ServerRequest) -> bool:
 
 
 @dataclass(slots=True)
-class OneInstance:
-    """Serves requests by one instance each."""
+class OneInstanceHandler:
+    """Lets one instance serve each request, and remembers which instances lack which paths."""
 
     instance_client: InstanceClient
-    _lacking: dict[tuple[Instance, str], float] = field(default_factory=dict, init=False)
-    """Until when an instance is not asked for this path. Not for a route's whole pattern: a client
-    could make up a path that no engine knows, and so take the others from all clients.
+    _lacking_until: dict[tuple[Instance, str], float] = field(default_factory=dict, init=False)
+    """Until when an instance is not asked for a path. The key is the path, not the pattern of the
+    route: else a client could ask for a made-up path of `/v1/audio/*`, and all other paths of that
+    pattern would be unavailable to all clients.
     """
 
     async def serve(self, context: RequestContext, route: Route) -> None:
@@ -82,16 +87,16 @@ class OneInstance:
             return
         context.retries_left = self.instance_client.options.routing.max_retries
         failure: LegFailure | None = None
-        while (instance := self._choose(context, route, holder)) is not None:
+        while (instance := self._choose(context, holder)) is not None:
             result = await self._run(context, route, instance)
             if result is None:
                 return
             context.note_failure(instance, result)
             # "This one failed" says more than "that one lacks the model", and this says more than
             # "that one lacks the route".
-            without = self._without(context)
-            says_little = result.is_lacking or instance in without
-            if failure is None or failure.instance in without or not says_little:
+            without_route = self._lacking(context)
+            says_little = result.is_lacking or instance in without_route
+            if failure is None or failure.instance in without_route or not says_little:
                 failure = result
             if not self._may_retry(context, route, result):
                 break
@@ -100,13 +105,13 @@ class OneInstance:
         context.send(failure.answer or build_error_response(502, failure.message))
 
     def _holder(self, context: RequestContext, route: Route) -> Instance | HttpResponse | None:
-        """The instance that stores the response that the request names; None: the request names
-        none.
+        """The instance that stores the response that the request names; None if the request names
+        no response. An HttpResponse is the error for the client: no instance stores the response.
         """
         response_id = context.client.previous_response_id
         if route.service is Service.STORED_RESPONSE:
-            named = _RESPONSE_ID.match(context.http.path)
-            response_id = named[1] if named is not None else ""
+            match = _RESPONSE_ID.match(context.http.path)
+            response_id = match[1] if match is not None else ""
         if response_id is None:
             return None
         members = self.instance_client.fleet.members(Role.DECODE)
@@ -115,23 +120,23 @@ class OneInstance:
             404, f"Response with id {response_id[:100]!r} not found on any instance of the fleet"
         )
 
-    def _choose(
-        self, context: RequestContext, route: Route, holder: Instance | None
-    ) -> Instance | None:
+    def _choose(self, context: RequestContext, holder: Instance | None) -> Instance | None:
         if holder is not None:
             return None if holder in context.tried else holder
-        tried = [*context.tried, *self._without(context)]
-        # A response is stored by the instance that makes it, and stored ones are looked for at
-        # decode instances only.
+        excluded = [*context.tried, *self._lacking(context)]
+        # An instance stores the responses that it makes, and `_holder` searches decode instances.
         roles = (Role.DECODE,) if context.client.needs_one_instance else (Role.DECODE, Role.PREFILL)
         for role in roles:
-            chosen = self.instance_client.fleet.choose(role, context.hints, time.monotonic(), tried)
+            now = time.monotonic()
+            chosen = self.instance_client.fleet.choose(role, context.hints, now, excluded)
             if chosen is not None:
                 return chosen
         return None
 
     def _may_retry(self, context: RequestContext, route: Route, failure: LegFailure) -> bool:
-        """Whether another instance gets the request. One that did no work costs no retry."""
+        """Whether another instance gets the request. A retry after an instance that did no work is
+        not counted.
+        """
         if failure.is_final:
             return False
         if failure.is_refusal or failure.is_unsent or failure.is_lacking:
@@ -142,7 +147,7 @@ class OneInstance:
         return context.retries_left >= 0
 
     def _no_instance(self, context: RequestContext, route: Route) -> LegFailure:
-        if self._without(context):
+        if self._lacking(context):
             return _lacks_route(None, route)
         message = "no instance is available; try again"
         return LegFailure(None, message, build_error_response(UNAVAILABLE, message, 1))
@@ -150,7 +155,7 @@ class OneInstance:
     async def _run(
         self, context: RequestContext, route: Route, instance: Instance
     ) -> LegFailure | None:
-        """Ask one instance; None once the client has its response, good or bad."""
+        """Ask one instance. Returns None once the client has a response, which may be an error."""
         context.mark(RequestEvent.DECODE_BEGAN, instance)
         try:
             result = await self._ask(context, route, instance)
@@ -173,8 +178,7 @@ class OneInstance:
                 return await self.instance_client.refusal(answer, instance, call)
             if answer.status >= 500 and answer.status != _NOT_IMPLEMENTED:
                 failure = await self.instance_client.server_error(answer, instance, call)
-                # The request may be the reason, and these routes must not eject an instance that
-                # generates well.
+                # The request may be the cause, so the error does not count against the instance.
                 call.outcome = Outcome.ABANDONED
                 return failure
             is_generation = route.service is Service.BOTH_LEGS and answer.status == 200
@@ -224,7 +228,7 @@ class OneInstance:
         answer: UpstreamResponse,
         call: TrackedLeg,
     ) -> None:
-        """Pass a stream on as it comes."""
+        """Pass the segments of a stream on to the client as they arrive."""
         try:
             await context.relay(answer, self.instance_client.options.timeouts.idle, None)
         except UpstreamError as error:
@@ -234,23 +238,26 @@ class OneInstance:
             if is_event_stream(answer):
                 await context.interrupt(502, message)
             else:
-                # An error would become part of the data.
+                # The client would take an error event for data.
                 context.stream_error = message
                 context.reply.abort()
 
     def _note_lacking(
         self, context: RequestContext, instance: Instance, route: Route
     ) -> LegFailure:
-        if len(self._lacking) >= _MAX_LACKING:  # bounds the memory while instances change
-            self._lacking.clear()
-        self._lacking[instance, context.http.path] = time.monotonic() + LACKING_S
+        if len(self._lacking_until) >= _MAX_LACKING:  # clients choose the paths
+            self._lacking_until.clear()
+        self._lacking_until[instance, context.http.path] = time.monotonic() + _LACKING_S
         return _lacks_route(instance, route)
 
-    def _without(self, context: RequestContext) -> list[Instance]:
-        """The instances that lately did not know the path."""
-        now, path = time.monotonic(), context.http.path
-        known = self._lacking.items()
-        return [which for (which, name), until in known if name == path and until > now]
+    def _lacking(self, context: RequestContext) -> list[Instance]:
+        """The instances that are known to lack the path of the request."""
+        now = time.monotonic()
+        return [
+            instance
+            for (instance, path), until in self._lacking_until.items()
+            if path == context.http.path and until > now
+        ]
 
 
 def _is_unknown_route(status: int, body: bytes) -> bool:

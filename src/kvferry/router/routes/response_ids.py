@@ -1,9 +1,10 @@
 """Ids of responses that name the instance which stores the response.
 
-Pure. vLLM stores the responses of `/v1/responses` in the server that made them, and lets the
-request choose the id. The router chooses one from which every router of the fleet finds that
-server again, without a table that could be lost: random digits, and a digest of these digits, the
-tenant and the instance. Another tenant's requests find no instance, because the digest differs.
+Pure. A vLLM server keeps the responses of `/v1/responses` that it made in its own memory, and uses
+the id that the request asks for. The router asks for an id of random digits and a digest of these
+digits, the instance and the tenant. From such an id, every router of the fleet finds the instance
+again, without a table that could be lost. The id must never lead another tenant to the response:
+for another tenant the digest differs, so no instance matches.
 """
 
 import hmac
@@ -20,8 +21,8 @@ _DIGEST_BYTES = 8
 
 
 def make_response_id(random_digits: str, tenant: str, instance: Instance) -> str:
-    """The id of a response that the instance makes for the tenant; 32 random hex digits make it
-    unique.
+    """The id of a response that the instance makes for the tenant. `random_digits`: 32 random hex
+    digits, which make the id unique.
     """
     assert len(random_digits) == _RANDOM_CHARS
     return f"{_PREFIX}{random_digits}{_digest(random_digits, tenant, instance)}"
@@ -29,10 +30,11 @@ def make_response_id(random_digits: str, tenant: str, instance: Instance) -> str
 
 def find_holder(response_id: str, tenant: str, instances: Iterable[Instance]) -> Instance | None:
     """The instance that stores the tenant's response; None if none of these instances does."""
+    # `compare_digest` raises TypeError for text that is not ASCII.
+    if not response_id.startswith(_PREFIX) or not response_id.isascii():
+        return None
     digits = response_id.removeprefix(_PREFIX)
     random_digits, digest = digits[:_RANDOM_CHARS], digits[_RANDOM_CHARS:]
-    if response_id == digits or not digits.isascii():
-        return None
     return next(
         (
             instance

@@ -2,7 +2,7 @@
 
 Pure. A route that is not in the table is refused, unless the operator has allowed it by a pattern
 (`routing.forwarded_routes`). A route that administers an engine is always refused: it changes what
-one engine does for all tenants, behind the router's back (docs/decisions/061).
+one engine does for all tenants, and the router would not know (docs/decisions/061).
 """
 
 import re
@@ -28,7 +28,7 @@ class Api(StrEnum):
     TOKENS = "tokens"
     """vLLM's own route that takes token ids and returns token ids."""
     OTHER = "other"
-    """Everything whose body has no fields that concern the router; errors are OpenAI's."""
+    """All other routes: the router needs no field of their bodies, and errors are OpenAI's."""
 
 
 class Service(StrEnum):
@@ -49,7 +49,7 @@ class Route:
     api: Api = Api.OTHER
     methods: tuple[str, ...] = ("POST",)
     is_repeatable: bool = True
-    """Whether another instance may get a request that one instance may have begun to serve."""
+    """Whether the router may send a request again after an instance may have begun to serve it."""
 
 
 _BOTH = Service.BOTH_LEGS
@@ -60,7 +60,7 @@ _KNOWN = (
     Route("/v1/responses", _BOTH, Api.RESPONSES),
     Route("/v1/messages", _BOTH, Api.MESSAGES),
     Route("/inference/v1/generate", _BOTH, Api.TOKENS),
-    # These generate too, but no ticket fits into the body: it holds several chats, or a file.
+    # These generate too, but their bodies (several chats, or a file) have no place for a ticket.
     Route("/v1/chat/completions/batch", _ONE),
     Route("/v1/systemone", _ONE),
     Route("/generative_scoring", _ONE),
@@ -89,8 +89,9 @@ _KNOWN = (
     Route("/v1/responses/*", Service.STORED_RESPONSE, Api.RESPONSES, ("GET",)),
 )
 _FORWARDED_METHODS = ("GET", "POST", "DELETE")
-# Engines unescape a path, and proxies may shorten one: a path that both could read as another one
-# matches no pattern.
+# An engine decodes escapes such as `%73`, and a proxy in front of it may resolve `//` and `/../`. A
+# path with such parts may reach another route than the one it seems to name, so it matches no
+# pattern.
 _PLAIN_PATH = re.compile(r"(?:/[A-Za-z0-9_~:@-][A-Za-z0-9._~:@-]*)+")
 
 _ADMINISTRATIVE = frozenset(
@@ -129,20 +130,15 @@ _ADMINISTRATIVE_PREFIX = "/fault_tolerance/"
 
 
 def is_administrative(path: str) -> bool:
-    """Whether the path administers one engine; none of these is ever forwarded. Engines serve some
-    of these routes below a prefix too, such as `/inference/v1/abort_requests`.
-    """
+    """Whether the path administers one engine; the router never forwards such a path."""
     plain = path.lower().rstrip("/")
+    # Engines also serve some of these routes below a prefix: `/inference/v1/abort_requests`.
     last = "/" + plain.rpartition("/")[2]
-    return (
-        plain in _ADMINISTRATIVE
-        or last in _ADMINISTRATIVE
-        or f"{plain}/".startswith(_ADMINISTRATIVE_PREFIX)
-    )
+    return last in _ADMINISTRATIVE or f"{plain}/".startswith(_ADMINISTRATIVE_PREFIX)
 
 
 def check_pattern(pattern: str) -> None:
-    """ConfigError if a pattern of `routing.forwarded_routes` cannot be what the operator wants."""
+    """Raise ConfigError if a pattern of `routing.forwarded_routes` can have no effect."""
     if not pattern.startswith("/"):
         raise ConfigError(
             f"routing.forwarded_routes has {pattern!r}, which no path matches: begin it with /"
@@ -155,18 +151,16 @@ def check_pattern(pattern: str) -> None:
 
 
 class RouteTable:
-    """Finds the route of a path."""
+    """Finds the route of a path; an exact path takes precedence over a pattern."""
 
-    def __init__(self, forwarded: Iterable[str] = ()) -> None:
+    def __init__(self, forwarded: Iterable[str]) -> None:
         """`forwarded`: patterns of further routes that one instance serves."""
-        patterns = [
-            Route(pattern, _ONE, methods=_FORWARDED_METHODS, is_repeatable=False)
-            for pattern in forwarded
-            if pattern not in {route.pattern for route in _KNOWN}
-        ]
-        routes = (*_KNOWN, *patterns)
-        self._by_path = {route.pattern: route for route in routes if "*" not in route.pattern}
-        self._by_pattern = [route for route in routes if "*" in route.pattern]
+        routes = {route.pattern: route for route in _KNOWN}
+        for pattern in forwarded:
+            route = Route(pattern, _ONE, methods=_FORWARDED_METHODS, is_repeatable=False)
+            routes.setdefault(pattern, route)
+        self._by_path = {path: route for path, route in routes.items() if "*" not in path}
+        self._by_pattern = [route for path, route in routes.items() if "*" in path]
 
     def find(self, path: str) -> Route | None:
         """The route of a path; None if the router does not forward this path."""

@@ -16,7 +16,7 @@ from kvferry.router.http.messages import ServerRequest
 from kvferry.router.http.server import ResponseWriter
 from kvferry.router.options import RouterOptions
 from kvferry.router.routes.error_shapes import error_event
-from kvferry.router.routes.one_instance import OneInstance, needs_no_parsing
+from kvferry.router.routes.one_instance import OneInstanceHandler, needs_no_parsing
 from kvferry.router.routes.table import Route, Service
 from kvferry.router.serving.admission import AdmissionController, AdmissionRefused, RefusalReason
 from kvferry.router.serving.client_request import (
@@ -61,7 +61,7 @@ class GenerateHandler:
     access_policy: AccessPolicy
     admission: AdmissionController
     serving: Dispatcher
-    one_instance: OneInstance
+    one_instance: OneInstanceHandler
     recent: RecentRequests
     time_series: TimeSeries
     access_log: AccessLog
