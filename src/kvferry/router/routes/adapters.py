@@ -82,20 +82,20 @@ class Adapters:
 
 def _combined_answer(path: str, results: list[AdapterResult]) -> HttpResponse:
     """200 if all instances made the change, the common status if all failed alike, else 502."""
-    num_done = sum(result.is_done for result in results)
+    done = [result for result in results if result.is_done]
     failed = [result for result in results if not result.is_done]
-    if path == _UNLOAD and num_done:
+    if path == _UNLOAD and done:
         failed = [result for result in failed if result.status != _NOT_FOUND]
     headers = [("Content-Type", "application/json")]
     if not failed:
-        body = {"message": results[0].message, "instances": results}
+        body = {"message": done[0].message, "instances": results}
         return HttpResponse(200, headers, msgspec.json.encode(body))
     statuses = {result.status for result in results}
     status = statuses.pop() if len(statuses) == 1 else _FAILED
     verb = "loaded" if path == _LOAD else "unloaded"
     reasons = "; ".join(f"{result.url}: {result.message}" for result in failed)
-    message = f"{num_done} of {len(results)} instances {verb} the adapter; {reasons}"
-    if path == _LOAD and num_done:
+    message = f"{len(done)} of {len(results)} instances {verb} the adapter; {reasons}"
+    if path == _LOAD and done:
         message += ". Unload it before you load it again"
     error = msgspec.json.decode(error_body(RequestRefused(message, status=status)))
     return HttpResponse(status, headers, msgspec.json.encode({**error, "instances": results}))
