@@ -9,7 +9,10 @@ import msgspec
 
 from kvferry.errors import RequestRefused
 
-__all__ = ["ErrorBody", "ErrorDetail", "error_body", "error_message"]
+__all__ = ["MALFORMED_JSON", "ErrorBody", "ErrorDetail", "error_body", "error_message"]
+
+MALFORMED_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for JSON of another process: bad syntax or types, bad UTF-8, deep nesting."""
 
 
 _TYPES = {
@@ -65,7 +68,7 @@ def error_message(body: bytes) -> str:
     first = body[body.find(b"{") :].replace(b"\r\n", b"\n").partition(b"\n\n")[0]
     try:
         message = _error_decoder.decode(first).error.message
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except MALFORMED_JSON:
         message = ""
     return (message or body.decode(errors="replace").strip())[:_MAX_MESSAGE_CHARS]
 

@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 import msgspec
 
+from kvferry.web.errors import MALFORMED_JSON
+
 __all__ = ["TurnParamsFilter", "take_turn_params"]
 
 MAX_BUFFERED_BYTES = 4 * 1024 * 1024
@@ -99,7 +101,7 @@ def take_turn_params(body: bytes) -> tuple[bytes | None, bytes]:
 def _take(text: bytes) -> tuple[bytes | None, _Fields] | None:
     try:
         fields = _decoder.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except MALFORMED_JSON:
         return None
     raw = fields.pop(_KEY, None)
     if raw is None:

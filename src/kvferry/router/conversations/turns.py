@@ -21,6 +21,7 @@ from kvferry.router.metrics import RouterMetrics
 from kvferry.router.serving.context import RequestContext
 from kvferry.router.serving.side_channel import QUESTION_S, wait_for_answer
 from kvferry.types import Address
+from kvferry.web.errors import MALFORMED_JSON
 
 __all__ = ["TurnTracker", "make_turn_query_by"]
 
@@ -117,7 +118,7 @@ class TurnTracker:
 def _read(params: bytes) -> _TurnParams | None:
     try:
         return msgspec.json.decode(params, type=_TurnParams)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except MALFORMED_JSON:
         return None
 
 

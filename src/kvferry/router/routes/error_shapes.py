@@ -8,7 +8,7 @@ import msgspec
 
 from kvferry.errors import RequestRefused
 from kvferry.router.routes.table import Api
-from kvferry.web.errors import error_body, error_message
+from kvferry.web.errors import MALFORMED_JSON, error_body, error_message
 
 __all__ = ["error_event", "shape_error"]
 
@@ -67,7 +67,7 @@ def error_event(status: int, message: str, api: Api = Api.OPENAI) -> bytes:
 def _is_messages_error(body: bytes) -> bool:
     try:
         return _type_decoder.decode(body).type == "error"
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except MALFORMED_JSON:
         return False
 
 

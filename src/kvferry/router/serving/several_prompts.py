@@ -28,7 +28,7 @@ from kvferry.router.serving.context import (
 )
 from kvferry.router.serving.event_splitter import EventSplitter, event_data
 from kvferry.router.timeline import RequestEvent, Timeline
-from kvferry.web.errors import error_message
+from kvferry.web.errors import MALFORMED_JSON, error_message
 
 __all__ = ["MAX_AT_ONCE", "JoinedAnswer", "PromptsServer"]
 
@@ -43,7 +43,6 @@ _decoder: msgspec.json.Decoder[_Fields] = msgspec.json.Decoder(_Fields)
 _choices_decoder: msgspec.json.Decoder[list[_Fields]] = msgspec.json.Decoder(list[_Fields])
 _index_decoder: msgspec.json.Decoder[int] = msgspec.json.Decoder(int)
 _encode = msgspec.json.Encoder().encode
-_MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 # -- joined answer --
@@ -117,7 +116,7 @@ class JoinedAnswer:
             for choice in choices:
                 index = _index_decoder.decode(choice.get("index", b"0"))
                 choice["index"] = msgspec.Raw(b"%d" % (number * self.num_choices + index))
-        except _MALFORMED as error:
+        except MALFORMED_JSON as error:
             raise RemoteProtocolError(f"its answer is not a completion: {error}") from None
         fields["id"] = msgspec.Raw(_encode(self.answer_id))
         return fields, choices
@@ -125,7 +124,7 @@ class JoinedAnswer:
     def _add_usage(self, fields: _Fields) -> None:
         try:
             usage = msgspec.json.decode(fields.get("usage", b"null"), type=dict[str, Any] | None)
-        except _MALFORMED:
+        except MALFORMED_JSON:
             return
         _add_counts(self._usage, usage or {})
 
