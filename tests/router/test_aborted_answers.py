@@ -1,5 +1,5 @@
-"""A vLLM that is about to end answers with status 200, the finish reason `abort` and no token. The
-router takes this for a refusal: the client gets another engine's answer, or a clear error.
+"""Tests answers that vLLM aborts before their first token, as it does after SIGTERM. The router
+takes such an answer for a refusal: the client gets another engine's answer, or a clear error.
 """
 
 import json
@@ -54,7 +54,9 @@ def test_a_prompt_that_p_aborts_is_computed_by_another_p() -> None:
 
 
 @pytest.mark.parametrize("request_body", [ONE, STREAMED], ids=["whole", "stream"])
-def test_if_every_d_aborts_the_client_is_told_to_come_back(request_body: dict[str, Any]) -> None:
+def test_if_every_d_aborts_the_client_gets_503_with_retry_after(
+    request_body: dict[str, Any],
+) -> None:
     bad: Behaviour = aborts if request_body is ONE else ABORTS_STREAM
 
     async def scene() -> None:
@@ -67,7 +69,7 @@ def test_if_every_d_aborts_the_client_is_told_to_come_back(request_body: dict[st
     uvloop.run(scene())
 
 
-def test_a_text_about_aborted_requests_is_no_aborted_request() -> None:
+def test_an_answer_whose_text_contains_an_abort_is_passed_on() -> None:
     text = '{"finish_reason": "abort"}'
 
     async def speaks(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -126,7 +128,7 @@ def test_answers_of_other_apis_without_a_token_are_refusals(
     uvloop.run(scene())
 
 
-def test_what_a_client_writes_into_a_response_is_no_aborted_request() -> None:
+def test_a_response_that_repeats_the_clients_metadata_is_passed_on() -> None:
     async def echoes(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         used = {"metadata": body["metadata"], "usage": {"output_tokens": 1}}
         params = {"kv_transfer_params": PARAMS} if "kv_transfer_params" in body else {}

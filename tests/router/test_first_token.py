@@ -124,7 +124,7 @@ HARMFUL: list[dict[str, Any]] = [
 
 @BOTH
 @pytest.mark.parametrize("fields", HARMLESS, ids=str)
-def test_a_request_whose_fields_act_on_each_token_alone_may_begin_early(
+def test_an_answer_may_begin_with_ps_token_if_all_fields_act_on_each_token_alone(
     kind: dict[str, Any], fields: dict[str, Any]
 ) -> None:
     assert may_continue(client(**kind, **fields))
@@ -181,7 +181,7 @@ def test_d_gets_one_token_less_than_the_limit(fields: dict[str, Any], max_tokens
 
 
 @BOTH
-def test_a_limit_beyond_the_models_length_is_left_to_d(kind: dict[str, Any]) -> None:
+def test_a_limit_beyond_the_models_length_takes_the_usual_path(kind: dict[str, Any]) -> None:
     assert first(**kind, max_tokens=98) is None
 
 
@@ -265,7 +265,9 @@ def stream_of(sent: list[dict[str, Any]]) -> bytes:
 
 @BOTH
 @given(cut=st.integers(1, 200))
-def test_a_stream_reads_as_one_however_it_is_cut(kind: dict[str, Any], cut: int) -> None:
+def test_the_events_of_p_and_d_form_one_stream_however_it_is_cut(
+    kind: dict[str, Any], cut: int
+) -> None:
     found = first(
         **kind, stream=True, stream_options={"include_usage": True}, return_token_ids=True
     )
@@ -298,7 +300,7 @@ def test_a_stream_reads_as_one_however_it_is_cut(kind: dict[str, Any], cut: int)
 
 @BOTH
 @pytest.mark.parametrize("shows_ids", [True, False])
-def test_a_whole_answer_reads_as_one(kind: dict[str, Any], shows_ids: bool) -> None:
+def test_the_bodies_of_p_and_d_form_one_answer(kind: dict[str, Any], shows_ids: bool) -> None:
     asks: dict[str, Any] = {"return_token_ids": True} if shows_ids else {}
     found = first(**kind, **asks)
     assert found is not None
@@ -419,7 +421,7 @@ def test_without_the_setting_p_is_not_asked_for_its_token(fields: dict[str, Any]
     uvloop.run(scene())
 
 
-def test_whole_answers_and_completions_are_joined_too() -> None:
+def test_answers_that_are_not_streamed_are_joined() -> None:
     async def scene() -> None:
         async with early(samples, continues) as s:
             _, body = await chat(s)
@@ -473,7 +475,7 @@ def test_when_no_d_can_continue_the_stream_ends_with_an_error(fails: Behaviour) 
     uvloop.run(scene())
 
 
-def test_a_d_that_dies_in_the_middle_ends_the_stream_with_an_error() -> None:
+def test_a_stream_whose_d_dies_after_its_first_event_ends_with_an_error() -> None:
     async def scene() -> None:
         begins = streams([stream_of(d_events()[:1]).removesuffix(b"data: [DONE]\n\n")], then="drop")
         async with early(samples, [begins, continues], max_retries=2) as s:

@@ -1,13 +1,14 @@
-"""Recognises an answer without a token, by which vLLM ends requests that arrive after SIGTERM.
+"""Recognises the answers without a token that vLLM gives to requests that arrive after SIGTERM.
 
-Pure. The status is 200. A completion or chat has the finish reason `abort`; messages and responses
-have no such reason, but they report 0 tokens of output, and every other answer has at least one.
-Only these fields are read: other fields of an answer may repeat what the client wrote.
+Pure. Such an answer has the status 200. A completion or chat has the finish reason `abort`.
+Messages and responses have no such reason, but they report 0 tokens of output, where every other
+answer reports at least one. No other field may decide: some repeat what the client wrote.
 """
 
 import msgspec
 
 from kvferry.router.routes.table import Api
+from kvferry.web.errors import MALFORMED_JSON
 
 __all__ = ["is_aborted"]
 
@@ -35,13 +36,16 @@ _decoder = msgspec.json.Decoder(_Answer)
 
 
 def is_aborted(api: Api, data: bytes) -> bool:
-    """Whether a complete answer, or the first event that shows what D does, has no token."""
+    """Whether the engine aborted the request before its first token. `data`: a complete answer, or
+    the first event of a stream that can have a token.
+    """
     is_completion = api in (Api.OPENAI, Api.TOKENS)
+    # Almost all completions end here, without being parsed.
     if api is Api.OTHER or (is_completion and b'"abort"' not in data):
         return False
     try:
         answer = _decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except MALFORMED_JSON:
         return False
     if is_completion:
         return any(choice.finish_reason == "abort" for choice in answer.choices)

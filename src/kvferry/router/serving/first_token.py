@@ -1,10 +1,11 @@
 """First token from P: the client gets the token that P sampled, and D continues after it.
 
 Pure. P samples the first token of the answer at the end of its prefill leg. D then gets a
-completion whose prompt is the tokens of the client's prompt and P's token, and the client gets one
-answer, as from one engine. `may_continue` tells from a request, and `read_first_token` from P's
-answer, whether that answer stays exactly what one engine gives. If not, the token is dropped and D
-samples it again. The rules and their reasons are in docs/decisions/062-first-token-from-p.md.
+completion whose prompt is the tokens of the client's prompt and P's token, and `FirstToken` joins
+both parts to one answer. That answer must be exactly what one engine gives: `may_continue` decides
+this from the request, `read_first_token` from P's answer. If it is not certain, the router drops
+P's token and D samples it again. docs/decisions/062-first-token-from-p.md has the rules and their
+reasons.
 """
 
 import re
@@ -19,6 +20,7 @@ from kvferry.errors import RemoteProtocolError
 from kvferry.router.routes.table import Api
 from kvferry.router.serving.client_request import ClientRequest, Handover
 from kvferry.router.serving.event_splitter import EventSplitter, event_data
+from kvferry.web.errors import MALFORMED_JSON
 
 __all__ = ["CONTINUED_PATH", "FirstToken", "may_continue", "read_first_token"]
 
@@ -29,12 +31,11 @@ _Fields = dict[str, msgspec.Raw]
 _decoder: msgspec.json.Decoder[_Fields] = msgspec.json.Decoder(_Fields)
 _list_decoder: msgspec.json.Decoder[list[_Fields]] = msgspec.json.Decoder(list[_Fields])
 _encode = msgspec.json.Encoder().encode
-_MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _NULL = msgspec.Raw(b"null")
 
 # -- which requests --
-# A field that is in none of these tables makes a request take the usual path: its effect on an
-# answer that two engines write is not known here.
+# A request with a field that is in none of these tables takes the usual path: D samples the first
+# token, because the field's effect on an answer that two engines write is unknown.
 
 _PROMPT_FIELDS = frozenset(
     (
@@ -48,8 +49,7 @@ _PROMPT_FIELDS = frozenset(
         "documents",
     )
 )
-"""Fields that only decide which tokens the prompt has: P reports the tokens, D gets no such field.
-"""
+"""Fields that only decide which tokens the prompt has. D gets the tokens instead."""
 _FORWARDED = frozenset(
     (
         "model",
@@ -99,11 +99,10 @@ _NEUTRAL: dict[str, frozenset[bytes]] = {
         ("parallel_tool_calls", b"true", b"false", b"null"),
     )
 }
-"""Fields that must have one of these values, with which they change nothing. D gets none of them.
-"""
+"""Fields that must have one of these JSON texts, which change nothing. D gets no such field."""
 _ZERO = frozenset((b"0", b"0.0"))
 _DEFAULT_MAX_TOKENS = 16
-"""Of a completion without `max_tokens`, in vLLM and in the embedded engine."""
+"""The limit of a completion without `max_tokens`, in vLLM and in the embedded engine."""
 _COUNT = re.compile(rb"[1-9][0-9]{0,9}")
 
 
@@ -111,7 +110,7 @@ class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool = False
 
 
-_options_decoder = msgspec.json.Decoder(_StreamOptions | None)
+_stream_options_decoder = msgspec.json.Decoder(_StreamOptions | None)
 
 
 def may_continue(client: ClientRequest) -> bool:
@@ -119,40 +118,43 @@ def may_continue(client: ClientRequest) -> bool:
     fields = client.fields
     if client.api is not Api.OPENAI or client.prompts:
         return False
-    # Which of the two an engine reads depends on the route.
+    # The route decides which of the two an engine reads, and D's leg has another route.
     if "prompt" in fields and "messages" in fields:
         return False
-    if not all(_is_harmless(name, fields) for name in fields):
+    if not all(_is_allowed(name, fields) for name in fields):
         return False
-    # The random generator of a request with a seed has another state after one token.
+    # A seed sets the state of a random generator. D's generator would begin in that state, and not
+    # in the state after the first token.
     has_seed = bytes(fields.get("seed", b"null")) != b"null"
     if has_seed and bytes(fields.get("temperature", b"")) not in _ZERO:
         return False
-    return _has_plain_options(client) and _has_plain_limit(fields)
+    return _has_known_stream_options(client) and _has_valid_limit(fields)
 
 
-def _is_harmless(name: str, fields: _Fields) -> bool:
+def _is_allowed(name: str, fields: _Fields) -> bool:
     if name in _PROMPT_FIELDS or name in _FORWARDED or name in _COUNTS:
         return True
     text = bytes(fields[name])
-    # For a completion, vLLM reads false as 0: the logprob of the sampled token.
-    is_unset = name == "logprobs" and text == b"false" and "messages" in fields
-    return is_unset or text in _NEUTRAL.get(name, ())
+    # A chat with `"logprobs": false` asks for none. In a completion, vLLM reads false as 0, which
+    # asks for the logprob of the sampled token.
+    is_chat_without_logprobs = name == "logprobs" and text == b"false" and "messages" in fields
+    return is_chat_without_logprobs or text in _NEUTRAL.get(name, ())
 
 
-def _has_plain_options(client: ClientRequest) -> bool:
-    # P does not get this field, so P does not check it.
+def _has_known_stream_options(client: ClientRequest) -> bool:
+    # P's leg has no `stream_options`, so P does not refuse wrong ones. A request that an engine may
+    # refuse takes the usual path, where D checks the field.
     text = client.fields.get("stream_options")
     if text is None:
         return True
     try:
-        options = _options_decoder.decode(text)
-    except _MALFORMED:
+        options = _stream_options_decoder.decode(text)
+    except MALFORMED_JSON:
         return False
     return options is None or client.is_streamed
 
 
-def _has_plain_limit(fields: _Fields) -> bool:
+def _has_valid_limit(fields: _Fields) -> bool:
     texts = [bytes(fields[name]) for name in _COUNTS if name in fields]
     is_chat = "messages" in fields
     return all(_COUNT.fullmatch(text) or (is_chat and text == b"null") for text in texts)
@@ -167,7 +169,7 @@ class _Limits(msgspec.Struct):
 
 class _Params(msgspec.Struct):
     first_token: _Limits | None = None
-    """Set by a P whose token is the first token of the answer: see `kvferry.connectors.params`."""
+    """P sends it if its token is the first token of the answer (`first_token_params`)."""
 
 
 class _Message(msgspec.Struct):
@@ -198,6 +200,25 @@ _params_decoder = msgspec.json.Decoder(_Params | None)
 _answer_decoder = msgspec.json.Decoder(_Answer)
 
 
+@dataclass(frozen=True, slots=True)
+class _Token:
+    """P's token, and the prompt for which P sampled it."""
+
+    role: str | None
+    """The role of a chat's message; None for a completion."""
+    text: str
+    token_ids: list[int]
+    prompt_token_ids: bytes
+    """A JSON list; empty if P did not report the tokens of the prompt."""
+
+    @property
+    def can_be_continued(self) -> bool:
+        """Whether D can be asked for the tokens after this one."""
+        # A token without text, or with part of a character, gets its text with the next tokens.
+        has_whole_text = bool(self.text) and "\ufffd" not in self.text
+        return has_whole_text and len(self.token_ids) == 1 and bool(self.prompt_token_ids)
+
+
 def read_first_token(client: ClientRequest, handover: Handover | None) -> "FirstToken | None":
     """Read P's token from P's answer; None if the client's answer must not begin with it."""
     # In push mode D may have begun before P answered.
@@ -210,33 +231,35 @@ def read_first_token(client: ClientRequest, handover: Handover | None) -> "First
         answer = _answer_decoder.decode(handover.answer)
         fields = _decoder.decode(handover.answer)
         choices = _list_decoder.decode(fields["choices"])
-    except _MALFORMED:
+    except MALFORMED_JSON:
         return None
     if params is None or params.first_token is None or len(choices) != 1:
         return None
-    choice = answer.choices[0]
-    prompt = _first_list(answer.prompt_token_ids, choice.prompt_token_ids)
     room = params.first_token.max_model_len - answer.usage.prompt_tokens
     limit = _limit(client.fields, room)
-    if limit is None or choice.finish_reason not in ("stop", "length"):
+    finish_reason = answer.choices[0].finish_reason
+    if limit is None or finish_reason not in ("stop", "length"):
         return None
-    message = choice.message
-    text = choice.text if message is None else message.content or ""
-    is_last = choice.finish_reason == "stop" or limit == 1
-    continued = None
-    if not is_last:
-        # A token without text, or with part of a character, gets its text with the next tokens.
-        is_whole = bool(text) and "\ufffd" not in text
-        if not (prompt and is_whole and len(choice.token_ids) == 1):
+    token, continued = _read_token(answer), None
+    # P was asked for one token, so P reports "length" also where the client's limit is larger.
+    if finish_reason == "length" and limit > 1:
+        if not token.can_be_continued:
             return None
-        continued = _continued(client, prompt, choice.token_ids[0], limit - 1)
-    role = None if message is None else message.role
-    token = _Token(role, text, choice.token_ids, msgspec.Raw(prompt or b"null"))
+        continued = _continued_request(client, token, limit - 1)
     return FirstToken(client, continued, token, fields, choices[0])
 
 
+def _read_token(answer: _Answer) -> _Token:
+    [choice] = answer.choices
+    # vLLM reports the prompt of a chat beside the choices, and that of a completion in the choice.
+    prompt = _first_list(answer.prompt_token_ids, choice.prompt_token_ids)
+    if choice.message is None:
+        return _Token(None, choice.text, choice.token_ids, prompt)
+    return _Token(choice.message.role, choice.message.content or "", choice.token_ids, prompt)
+
+
 def _limit(fields: _Fields, room: int) -> int | None:
-    """The most tokens that the answer may have; None if engines differ in what they do. `room`: the
+    """The most tokens that the answer may have; None if that depends on the engine. `room`: the
     tokens that the model's length leaves for the answer.
     """
     is_chat = "messages" in fields
@@ -253,10 +276,11 @@ def _first_list(*texts: msgspec.Raw) -> bytes:
     return next((text for text in map(bytes, texts) if len(text) > 2 and text[:1] == b"["), b"")
 
 
-def _continued(client: ClientRequest, prompt: bytes, token: int, max_tokens: int) -> ClientRequest:
-    """The request for the tokens after the first. `prompt`: a JSON list of token ids."""
+def _continued_request(client: ClientRequest, token: _Token, max_tokens: int) -> ClientRequest:
+    """The request for the tokens after P's token."""
     fields = {name: text for name, text in client.fields.items() if name in _FORWARDED}
-    fields["prompt"] = msgspec.Raw(b"%b,%d]" % (prompt[:-1], token))
+    prompt_without_bracket = token.prompt_token_ids[:-1]
+    fields["prompt"] = msgspec.Raw(b"%b,%d]" % (prompt_without_bracket, token.token_ids[0]))
     fields["max_tokens"] = msgspec.Raw(b"%d" % max_tokens)
     return ClientRequest(fields, client.conversation_id)
 
@@ -264,20 +288,11 @@ def _continued(client: ClientRequest, prompt: bytes, token: int, max_tokens: int
 # -- the client's answer --
 
 
-@dataclass(frozen=True, slots=True)
-class _Token:
-    role: str | None
-    """The role of a chat's message; None for a completion."""
-    text: str
-    token_ids: list[int]
-    prompt_token_ids: msgspec.Raw
-
-
 @dataclass(slots=True)
 class FirstToken:
     """P's token, and the answer that begins with it.
 
-    What D's answer does not change is the JSON text that P wrote.
+    Fields of P's answer that D's answer does not change reach the client as P wrote them.
     """
 
     client: ClientRequest
@@ -306,14 +321,14 @@ class FirstToken:
             chunk["finish_reason"] = None
         if self._shows_ids:
             chunk["token_ids"] = token.token_ids
-            prompt = {"prompt_token_ids": token.prompt_token_ids}
+            prompt = {"prompt_token_ids": msgspec.Raw(token.prompt_token_ids or b"null")}
         if token.role is None:
             events = self._event([chunk | prompt])
         else:
             opening = {"index": 0, "delta": {"role": token.role, "content": ""}}
             events = self._event([opening | {"logprobs": None, "finish_reason": None}], prompt)
-            events += self._event([_as_chat(chunk)])
-        return events if self.continued is not None else events + self._end()
+            events += self._event([_as_chat_choice(chunk)])
+        return events if self.continued is not None else events + self._last_events()
 
     def translate(self, segment: bytes) -> bytes:
         """Turn a segment of D's stream into events for the client; b"" ends D's stream.
@@ -321,9 +336,9 @@ class FirstToken:
         RemoteProtocolError if an event is malformed.
         """
         events = self._splitter.feed(segment) if segment else self._splitter.finish()
-        return b"".join(map(self._translated, events))
+        return b"".join(map(self._translate_event, events))
 
-    def _translated(self, event: bytes) -> bytes:
+    def _translate_event(self, event: bytes) -> bytes:
         data = event_data(event)
         if not data or data == b"[DONE]":
             return event + b"\n\n"
@@ -331,25 +346,29 @@ class FirstToken:
         if "error" in answer:
             return event + b"\n\n"
         for choice in answer["choices"]:
-            choice.pop("prompt_token_ids", None)  # they end with P's token
-        chunks = answer["choices"] if self._token.role is None else map(_as_chat, answer["choices"])
-        return self._event(list(chunks), answer)
+            # Not the client's prompt, which P's event contained: D's prompt ends with P's token.
+            choice.pop("prompt_token_ids", None)
+        choices = answer["choices"]
+        if self._token.role is not None:
+            choices = [_as_chat_choice(choice) for choice in choices]
+        return self._event(choices, answer)
 
-    def _end(self) -> bytes:
-        options = self.client.fields.get("stream_options")
-        plain = _options_decoder.decode(options) if options is not None else None
-        has_usage = plain is not None and plain.include_usage
+    def _last_events(self) -> bytes:
+        text = self.client.fields.get("stream_options")
+        options = _stream_options_decoder.decode(text) if text is not None else None
+        has_usage = options is not None and options.include_usage
         usage = self._event([], {"usage": self._answer["usage"]}) if has_usage else b""
         return usage + b"data: [DONE]\n\n"
 
     def _event(
         self, choices: list[dict[str, Any]], more: Mapping[str, Any] = MappingProxyType({})
     ) -> bytes:
+        """An event with these choices and fields; all events have P's id, time and model."""
         kind = "text_completion" if self._token.role is None else "chat.completion.chunk"
         same = {name: self._answer.get(name) for name in ("id", "created", "model")}
         return b"data: %b\n\n" % _encode({**more, **same, "object": kind, "choices": choices})
 
-    # -- as a whole --
+    # -- as one body --
 
     def body(self, rest: bytes | None = None) -> bytes:
         """The complete answer. `rest`: D's answer; None if the answer ends with P's token.
@@ -379,28 +398,30 @@ class FirstToken:
         return _encode(fields | {"choices": [choice]})
 
 
-def _as_chat(chunk: dict[str, Any]) -> dict[str, Any]:
+def _as_chat_choice(chunk: dict[str, Any]) -> dict[str, Any]:
     """A choice of a completion's stream as a choice of a chat's stream."""
     rest = {name: value for name, value in chunk.items() if name not in ("index", "text")}
     return {"index": 0, "delta": {"content": chunk.get("text", "")}, **rest}
 
 
-class _Rest(msgspec.Struct):
+class _ContinuedAnswer(msgspec.Struct):
     """The fields of D's answer that are changed for the client."""
 
     choices: list[dict[str, Any]] = []
     usage: dict[str, Any] | None = None
 
 
-_rest_decoder = msgspec.json.Decoder(_Rest)
+_continued_decoder = msgspec.json.Decoder(_ContinuedAnswer)
 
 
 def _read_answer(data: bytes) -> dict[str, Any]:
-    """Read D's answer, or one event of it. The usage counts P's token as part of the answer."""
+    """Read D's answer, or one event of it. D counts P's token as part of the prompt; the usage
+    that is returned counts it as part of the answer.
+    """
     try:
-        rest = _rest_decoder.decode(data)
+        rest = _continued_decoder.decode(data)
         fields: dict[str, Any] = dict(_decoder.decode(data))
-    except _MALFORMED as error:
+    except MALFORMED_JSON as error:
         raise RemoteProtocolError(f"its answer is not a completion: {error}") from None
     fields["choices"] = rest.choices
     if rest.usage is not None:
