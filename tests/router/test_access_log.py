@@ -1,4 +1,4 @@
-"""The access log: one line per request, with everything an operator joins logs by."""
+"""Tests the access log: one line per request, with the ids by which an operator joins logs."""
 
 import asyncio
 import json

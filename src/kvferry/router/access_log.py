@@ -1,8 +1,8 @@
 """The access log: one line per request with its ids, instances, outcome, tokens, bytes and times.
 
-A line never contains a prompt, an answer, a header or a key. `AnswerFacts` collects what only the
-engines' answers say, and exists only while the access log is on: without it, answers are relayed
-unread. Runs on the event loop.
+A line must never contain a prompt, an answer, a header or a key. `AnswerFacts` collects what only
+the engines' answers say: their request ids and the number of tokens. The router makes one only
+while the access log is on; otherwise it relays answers unread. Runs on the event loop.
 """
 
 import logging
@@ -13,16 +13,17 @@ import msgspec
 
 from kvferry.router.fleet.instances import Instance
 from kvferry.router.timeline import RequestEvent, Timeline
+from kvferry.web.errors import MALFORMED_JSON
 
 __all__ = ["AccessLog", "AnswerFacts", "phase_times"]
 
 _log = logging.getLogger("kvferry.router.access")
 
 MAX_IDS = 16
-"""Most request ids of each role in one line; a request may have 256 prompts."""
+"""Most request ids of each role in one line; a request may have 256 prompts with an id each."""
 MAX_ID_CHARS = 128
 _TAIL_BYTES = 4096
-"""So much of the end of a stream is searched for the event with the usage."""
+"""How much of the end of a stream is searched for the event with the usage."""
 
 
 class _Usage(msgspec.Struct, gc=False):
@@ -36,7 +37,7 @@ class _Answer(msgspec.Struct, gc=False):
 
 
 _decoder = msgspec.json.Decoder(_Answer)
-_name_decoder = msgspec.json.Decoder(str)
+_text_decoder = msgspec.json.Decoder(str)
 
 
 @dataclass(slots=True)
@@ -47,27 +48,27 @@ class AnswerFacts:
     """The ids that prefill instances gave to the request."""
     decode_ids: list[str] = field(default_factory=list)
     _prefill_usage: dict[str, _Usage] = field(default_factory=dict)
-    """By request id of the leg: each prompt of a request has its own."""
+    """By the request id of the leg: each prompt of a client request has its own."""
     _decode_usage: dict[str, _Usage] = field(default_factory=dict)
     _num_first_tokens: int = 0
 
     def note_first_token(self) -> None:
-        """The answer begins with P's token, which D counts as part of the prompt."""
+        """Count an answer that begins with P's token, which D counts as part of the prompt."""
         self._num_first_tokens += 1
 
     def note_prefill(self, request_id: str, body: bytes) -> None:
-        """Read P's answer."""
-        self._note(request_id, _read(body), self.prefill_ids, self._prefill_usage)
+        """Read P's answer. `request_id`: that of the leg."""
+        _note(request_id, body, self.prefill_ids, self._prefill_usage)
 
     def note_decode(self, request_id: str, body: bytes) -> None:
-        """Read D's complete answer."""
-        self._note(request_id, _read(body), self.decode_ids, self._decode_usage)
+        """Read D's complete answer, or the data of one event of its stream."""
+        _note(request_id, body, self.decode_ids, self._decode_usage)
 
-    def watched(
-        self, request_id: str, then: Callable[[bytes], bytes] | None
+    def reading_filter(
+        self, request_id: str, next_filter: Callable[[bytes], bytes] | None
     ) -> Callable[[bytes], bytes]:
-        """A filter that reads D's stream and changes nothing; `then` is the next filter."""
-        return _StreamReader(self, request_id, then).feed
+        """A filter for `RequestContext.relay` that reads D's stream and changes nothing."""
+        return _StreamReader(self, request_id, next_filter).feed
 
     @property
     def prompt_tokens(self) -> int | None:
@@ -78,52 +79,51 @@ class AnswerFacts:
 
     @property
     def completion_tokens(self) -> int | None:
-        counts = [usage.completion_tokens for usage in self._decode_usage.values()]
-        total = _total(counts)
+        """Tokens of all answers; None if no count is known."""
+        total = _total(usage.completion_tokens for usage in self._decode_usage.values())
         if total is None and self.decode_ids:
-            return None
+            return None  # D generated tokens, but did not say how many
         return _total([total, self._num_first_tokens or None])
-
-    def note_events(self, request_id: str, events: bytes) -> None:
-        """Read events of D's stream: the first has the id, the last may have the usage."""
-        for line in events.split(b"\n"):
-            if line.startswith(b"data:"):
-                self.note_decode(request_id, line.removeprefix(b"data:"))
-
-    def _note(
-        self, request_id: str, answer: "_Answer", ids: list[str], usage: dict[str, "_Usage"]
-    ) -> None:
-        if answer.id is not None and len(ids) < MAX_IDS:
-            name = answer.id[:MAX_ID_CHARS]
-            if name not in ids:
-                ids.append(name)
-        if answer.usage is not None:
-            usage[request_id] = answer.usage
 
 
 class _StreamReader:
-    """Reads the first segment of a stream, and the last bytes when the stream has ended."""
+    """Reads the first segment of a stream, which has the id, and the last bytes when the stream has
+    ended, which may have the usage.
+    """
 
     def __init__(
-        self, facts: AnswerFacts, request_id: str, then: Callable[[bytes], bytes] | None
+        self, facts: AnswerFacts, request_id: str, next_filter: Callable[[bytes], bytes] | None
     ) -> None:
         self._facts = facts
         self._request_id = request_id
-        self._then = then
+        self._next_filter = next_filter
         self._tail = b""
 
     def feed(self, segment: bytes) -> bytes:
-        if not self._tail or not segment:
-            self._facts.note_events(self._request_id, segment or self._tail)
+        """Take a segment of the stream; b"" ends the stream."""
+        is_first, is_end = not self._tail, not segment
+        if is_first or is_end:
+            self._read_events(self._tail if is_end else segment)
         self._tail = (self._tail + segment)[-_TAIL_BYTES:]
-        return segment if self._then is None else self._then(segment)
+        return segment if self._next_filter is None else self._next_filter(segment)
+
+    def _read_events(self, events: bytes) -> None:
+        for line in events.split(b"\n"):
+            if line.startswith(b"data:"):
+                self._facts.note_decode(self._request_id, line.removeprefix(b"data:"))
 
 
-def _read(body: bytes) -> _Answer:
+def _note(request_id: str, body: bytes, ids: list[str], usage: dict[str, _Usage]) -> None:
     try:
-        return _decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return _Answer()
+        answer = _decoder.decode(body)
+    except MALFORMED_JSON:
+        return
+    if answer.id is not None and len(ids) < MAX_IDS:
+        shown_id = answer.id[:MAX_ID_CHARS]
+        if shown_id not in ids:
+            ids.append(shown_id)
+    if answer.usage is not None:
+        usage[request_id] = answer.usage
 
 
 def _total(counts: Iterable[int | None]) -> int | None:
@@ -141,6 +141,7 @@ class AccessLog:
     is_on: bool
 
     def new_facts(self) -> AnswerFacts | None:
+        """The collector for one client request; None if the access log is off."""
         return AnswerFacts() if self.is_on else None
 
     def note_generation(
@@ -179,8 +180,8 @@ class AccessLog:
         )
 
     def note_page(self, request_id: str, method: str, path: str, status: int) -> None:
-        """Log a request that is no generation, or was refused. Load balancers and Prometheus ask
-        for pages every few seconds: those that succeed are shown at level DEBUG.
+        """Log a request for a page of the router, or one that the router refused. Load balancers
+        and Prometheus ask for pages every few seconds, so pages that succeed are logged at DEBUG.
         """
         if self.is_on:
             _log.log(
@@ -200,21 +201,23 @@ def phase_times(timeline: Timeline) -> dict[str, float | None]:
 
     With retries the times are those of the last try, with several prompts those of the last prompt.
     """
+    # The first mark of a request is its admission. A request that was never admitted has no mark.
     admitted = timeline.marks[0][1] if timeline.marks else timeline.ended
-    began = timeline.time_of(RequestEvent.PREFILL_BEGAN)
-    ended = timeline.time_of(RequestEvent.PREFILL_ENDED)
-    first = timeline.time_of(RequestEvent.FIRST_TOKEN)
+    prefill_began = timeline.time_of(RequestEvent.PREFILL_BEGAN)
+    prefill_ended = timeline.time_of(RequestEvent.PREFILL_ENDED)
+    first_token = timeline.time_of(RequestEvent.FIRST_TOKEN)
     return {
-        "queue_s": _between(timeline.arrived, admitted),
-        "prefill_s": _between(began, ended),
-        "handover_s": _between(ended, first),
-        "first_token_s": _between(timeline.arrived, first),
-        "total_s": _between(timeline.arrived, timeline.ended),
+        "queue_s": _duration_s(timeline.arrived, admitted),
+        "prefill_s": _duration_s(prefill_began, prefill_ended),
+        "handover_s": _duration_s(prefill_ended, first_token),
+        "first_token_s": _duration_s(timeline.arrived, first_token),
+        "total_s": _duration_s(timeline.arrived, timeline.ended),
     }
 
 
-def _between(start: float | None, end: float | None) -> float | None:
-    return None if start is None or end is None or end < start else round(end - start, 6)
+def _duration_s(began: float | None, ended: float | None) -> float | None:
+    # The last marks of two kinds may belong to different prompts, and then be in the wrong order.
+    return None if began is None or ended is None or ended < began else round(ended - began, 6)
 
 
 def _url(about: object) -> str:
@@ -223,6 +226,6 @@ def _url(about: object) -> str:
 
 def _model_name(model: msgspec.Raw | None) -> str:
     try:
-        return "" if model is None else _name_decoder.decode(model)[:MAX_ID_CHARS]
+        return "" if model is None else _text_decoder.decode(model)[:MAX_ID_CHARS]
     except (msgspec.DecodeError, UnicodeDecodeError):
         return ""

@@ -382,7 +382,7 @@ class DecodeLeg:
         if has_done and not is_delimited:
             body_filter = _DoneChecker(body_filter).feed
         if context.facts is not None:
-            body_filter = context.facts.watched(context.request_id, body_filter)
+            body_filter = context.facts.reading_filter(context.request_id, body_filter)
         try:
             await context.relay(answer, self.instance_client.options.timeouts.idle, body_filter)
         except UpstreamError as error:
