@@ -1,8 +1,8 @@
 """Spans of the router: one for each request, with a child for each phase of its timeline.
 
-The context of the request's span is sent to both legs, so the spans of P and D join the trace. The
-phases are those that the dashboard shows. Runs on the event loop; a span is only appended to a
-queue.
+Both legs carry the context of the request's span, so the spans of P and D join the trace. The
+phases are those that the dashboard shows. Runs on the event loop, so nothing here may wait: a span
+is only appended to a queue.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kvferry.router.dashboard.request_view import request_phases
 from kvferry.router.http.messages import ServerRequest
 from kvferry.router.routes.table import Route
-from kvferry.router.timeline import RequestOutcome, Timeline
+from kvferry.router.timeline import Timeline
 from kvferry.tracing.context import TraceContext, read_trace_context
 from kvferry.tracing.exporter import TraceExporter
 from kvferry.tracing.spans import Span, SpanKind, SpanWriter, context_of_span
@@ -19,7 +19,6 @@ from kvferry.tracing.transfers import REQUEST_ID
 __all__ = ["RequestTrace", "RouterTracer"]
 
 _OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat"}
-_UNSUCCESSFUL = (RequestOutcome.REFUSED, RequestOutcome.FAILED, RequestOutcome.ABORTED)
 
 
 @dataclass(slots=True)
@@ -83,6 +82,6 @@ class RequestTrace:
         }
         if timeline.fallback:
             attributes["kvferry.fallback"] = timeline.fallback
-        is_error = timeline.outcome in _UNSUCCESSFUL
+        is_error = timeline.outcome is not None and timeline.outcome.is_error
         error = timeline.error or str(timeline.outcome) if is_error else ""
         self._spans.end(self._span, timeline.ended, attributes, error)

@@ -1,1 +1,1 @@
-"""Spans of requests, exported with OpenTelemetry. See docs/decisions/063-tracing.md."""
+"""Spans of requests, exported by OpenTelemetry. See docs/decisions/063-tracing.md."""

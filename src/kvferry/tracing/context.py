@@ -1,8 +1,8 @@
 """The trace context of a request: the W3C headers `traceparent` and `tracestate`.
 
 Pure, and without OpenTelemetry: the router and the engine's API read the headers even if they write
-no spans. A header comes from a client and is untrusted; a malformed one is ignored, as the standard
-asks.
+no spans. Headers come from clients, so they are untrusted: this module must never raise, and it
+ignores a malformed header, as the standard demands.
 """
 
 import re
@@ -41,8 +41,8 @@ class TraceContext:
 
 
 def read_trace_context(get: Callable[[str], str | None]) -> TraceContext | None:
-    """Read the context from headers. `get` returns the value of a header by its name in lower
-    case. None: there is no context, or it is malformed.
+    """Read the context; None if the request has none, or a malformed one. `get` returns the value
+    of a header, by its name in lower case.
     """
     sent = get("traceparent")
     if sent is None:
@@ -53,6 +53,7 @@ def read_trace_context(get: Callable[[str], str | None]) -> TraceContext | None:
     # Later versions of the standard may add fields; version 00 has exactly four.
     if found["version"] == "00" and found["rest"] is not None:
         return None
+    # The standard declares ids of zeros alone invalid.
     if not int(found["trace"], 16) or not int(found["span"], 16):
         return None
     is_sampled = bool(int(found["flags"], 16) & _SAMPLED)

@@ -1,8 +1,9 @@
 """Exports the spans of this process to an OTLP collector, by HTTP.
 
-The SDK's batch processor owns the only thread. Its queue is bounded: while the collector is slow or
-gone, spans are dropped and nothing waits. Sampler, headers, certificates, timeouts and batches are
-set by the standard OTEL_* variables, which the SDK reads.
+A thread of the SDK's batch processor sends the spans. Its queue is bounded: while the collector is
+slow or gone, the SDK drops spans, and no request ever waits. The SDK reads the standard OTEL_*
+variables for the sampler, headers, certificates, timeouts and batches. Credentials of the collector
+and text of clients must never get into the log.
 """
 
 import logging
@@ -21,10 +22,10 @@ from kvferry.tracing.spans import SpanWriter
 __all__ = ["TraceExporter"]
 
 CLOSE_TIMEOUT_S = 2.0
-"""How long the last spans may take to reach the collector when the process ends."""
+"""How long a process that ends waits until the collector has its last spans."""
 _LOG_INTERVAL_S = 60.0
 _LOGGERS_OF_HEADERS = ("opentelemetry.trace.span", "opentelemetry.util.re")
-"""These log a malformed header as it is: a client's `tracestate`, the collector's credentials."""
+"""They log malformed headers unchanged: a client's `tracestate`, the collector's credentials."""
 _QUIETED_LOGGERS = (
     "opentelemetry.exporter.otlp.proto.http.trace_exporter",
     "opentelemetry.sdk._shared_internal",
@@ -34,7 +35,7 @@ _QUIETED_LOGGERS = (
 
 
 class TraceExporter:
-    """Owns the exporter of a process, until `close`."""
+    """The exporter of a process; `spans` writes to it. The owner calls `close`."""
 
     def __init__(self, endpoint: str, service: str, attributes: Mapping[str, str]) -> None:
         """`endpoint`: the collector's URL for traces. `service`: the service name, unless an
@@ -42,19 +43,19 @@ class TraceExporter:
         """
         for name in _QUIETED_LOGGERS:
             logging.getLogger(name).addFilter(_QuietFilter())
-        given = OTELResourceDetector().detect().attributes
+        variables = OTELResourceDetector().detect().attributes
         resource = Resource.create(
-            {"service.name": service, "service.version": __version__, **attributes, **given}
+            {"service.name": service, "service.version": __version__, **attributes, **variables}
         )
-        # The SDK's own exit hook waits up to 30 s for the collector.
+        # Without the SDK's exit hook, which waits up to 30 s for the collector.
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
         self.spans = SpanWriter(self._provider.get_tracer("kvferry", __version__))
 
     def close(self) -> None:
         """Export the last spans, for at most `CLOSE_TIMEOUT_S`. Idempotent."""
-        # The SDK's shutdown has no deadline of its own that holds for every exporter. Both this
-        # thread and the exporter's are daemons, so that neither delays the end of the process.
+        # The SDK's shutdown may wait 30 s for a collector that does not answer, so it runs on a
+        # thread. That thread and the SDK's are daemons: neither delays the end of the process.
         closing = threading.Thread(
             target=self._provider.shutdown, name="kvferry-trace-close", daemon=True
         )
@@ -63,8 +64,8 @@ class TraceExporter:
 
 
 class _QuietFilter(logging.Filter):
-    """Lets one line through per minute, without the values of headers and URLs, which may hold
-    credentials or any text of a client.
+    """Passes one record of a logger per minute, without headers and URLs: these may contain
+    credentials, or any text of a client.
     """
 
     def __init__(self) -> None:
@@ -83,7 +84,7 @@ class _QuietFilter(logging.Filter):
 
 
 def _without_secrets(logger: str, value: object) -> object:
-    """Hide a header, and an error of the HTTP client, which shows the URL."""
+    """Replace a header, and an error of the HTTP client, whose text contains the URL."""
     if isinstance(value, BaseException):
         return type(value).__name__
     return "(not shown)" if logger in _LOGGERS_OF_HEADERS else value

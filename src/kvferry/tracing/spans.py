@@ -1,7 +1,7 @@
-"""Writes spans to an OpenTelemetry tracer: kvferry's own, or the tracer of the vLLM around it.
+"""Writes spans to an OpenTelemetry tracer: kvferry's own, or inside vLLM the tracer of vLLM.
 
-Callers measure time with `time.monotonic`; spans have the time of day. A span is handed to the
-tracer's processor, which only appends it to a bounded queue. Each process uses one writer on one
+Callers measure time with `time.monotonic`; spans have the time of day. To end a span never waits:
+the tracer's processor only appends the span to a bounded queue. Each process uses one writer on one
 thread.
 """
 
@@ -34,6 +34,7 @@ __all__ = [
 
 Attributes = Mapping[str, str | int | float | bool]
 _CLOCK_STEP_NS = 10_000_000
+"""A change of the time of day by more than this means that the clock was set."""
 _NUM_CLOCK_READINGS = 5
 _MAX_ERROR_CHARS = 400
 
@@ -57,7 +58,7 @@ class SpanWriter:
         trace is recorded; `is_recording` of the span says so.
         """
         if not isinstance(parent, Span):
-            self._note_clock()
+            self._follow_clock()
         return self._tracer.start_span(
             name,
             _context_of(parent),
@@ -91,9 +92,10 @@ class SpanWriter:
     def _time_of_day_ns(self, moment: float) -> int:
         return int(moment * 1e9) + self._offset_ns
 
-    def _note_clock(self) -> None:
-        # One offset for all spans, so that a span never seems to begin before its parent; it
-        # changes only if the time of day was set.
+    def _follow_clock(self) -> None:
+        """Measure the offset again if the time of day was set. Otherwise all spans use one offset,
+        so that no span seems to begin before its parent.
+        """
         offset_ns = time.time_ns() - time.monotonic_ns()
         if abs(offset_ns - self._offset_ns) > _CLOCK_STEP_NS:
             self._offset_ns = _measure_offset_ns()
@@ -131,12 +133,15 @@ def _context_of(parent: TraceContext | Span | None) -> Context:
 
 
 def _measure_offset_ns() -> int:
-    """Measure the time of day at monotonic 0, with the reading that was interrupted least."""
+    """Measure the time of day at monotonic 0. The shortest of several readings is the most exact,
+    because the process may be interrupted between the two clocks.
+    """
 
-    def reading() -> tuple[int, int]:
+    def read_clocks() -> tuple[int, int]:
         before = time.monotonic_ns()
         time_of_day = time.time_ns()
         after = time.monotonic_ns()
         return after - before, time_of_day - (before + after) // 2
 
-    return min(reading() for _ in range(_NUM_CLOCK_READINGS))[1]
+    _, offset_ns = min(read_clocks() for _ in range(_NUM_CLOCK_READINGS))
+    return offset_ns

@@ -1,8 +1,8 @@
-"""Spans of the KV that moves for a request: its transfer from a peer with the phases, its load from
-a storage tier, and the lease under which its blocks wait for a reader.
+"""Spans of a request's KV: its transfer from a peer with the phases, its load from a storage tier,
+and the lease under which its blocks wait for a reader.
 
-The engine's shell reports events; the embedded engine core and the connector inside vLLM do so on
-the engine's main thread. Nothing here waits. The caller passes `now` (local monotonic seconds).
+The embedded engine core and the connector inside vLLM call it on the engine's main thread, so
+nothing here may wait. The caller passes `now` (local monotonic seconds).
 """
 
 from collections.abc import Sequence
@@ -24,6 +24,7 @@ LEASE_SPAN = "kv lease"
 REQUEST_ID = "gen_ai.request.id"
 """The attribute with the request id, named as in vLLM's own spans."""
 _CLOCK_SLACK_S = 1.0
+"""Tolerance when the times of a rank are compared with the engine's clock."""
 
 
 @dataclass(slots=True)
@@ -53,7 +54,9 @@ class TransferTracer:
         now: float,
         caller: TraceContext | Span | None = None,
     ) -> None:
-        """Trace a request that has arrived. `caller`: the span of the process that sent it."""
+        """Trace a request that has arrived. `caller`: the span of the process that sent the
+        request, if it is not `parent`.
+        """
         self._requests[request_id] = _TracedRequest(now, parent, caller or parent)
 
     def begin_load(self, request_id: str, now: float) -> None:
@@ -69,12 +72,11 @@ class TransferTracer:
         if traced is None or traced.load_began is None:
             return
         began, traced.load_began = traced.load_began, None
-        # A rank on another host has another clock.
-        known = [
-            part for part in times if traced.arrived - _CLOCK_SLACK_S <= part.tracked_at <= now
-        ]
-        if known:
-            record = make_transfer_record(request_id, traced.arrived, now, known, failure=failure)
+        # A rank on another host has another clock, so its times cannot be used.
+        earliest = traced.arrived - _CLOCK_SLACK_S
+        usable = [rank_times for rank_times in times if earliest <= rank_times.tracked_at <= now]
+        if usable:
+            record = make_transfer_record(request_id, traced.arrived, now, usable, failure=failure)
             self.write_transfer(record)
         else:
             self.spans.write(
@@ -97,14 +99,12 @@ class TransferTracer:
         span = self.spans.begin(TRANSFER_SPAN, traced.parent, arrived, attributes)
         ended_s = 0.0
         for phase in transfer_phases(record):
-            failure = record.failure if phase.name == "failed" else ""
-            ended_s = phase.ended_s if phase.ended_s is not None else record.age_s
-            if phase.ended_s is None and not failure:
-                # vLLM does not tell the connector when the first token is sampled.
-                ended_s = phase.began_s
-                break
+            is_failed = phase.name == "failed"
+            if phase.ended_s is None and not is_failed:
+                break  # vLLM does not tell the connector when it samples the first token
+            ended_s = record.age_s if phase.ended_s is None else phase.ended_s
             times = (arrived + phase.began_s, arrived + ended_s)
-            self.spans.write(phase.name, span, times, error=failure)
+            self.spans.write(phase.name, span, times, error=record.failure if is_failed else "")
         self.spans.end(span, arrived + ended_s, error=record.failure)
 
     def finish(self, request_id: str, now: float, *, has_lease: bool) -> None:
