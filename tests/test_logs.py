@@ -1,4 +1,4 @@
-"""Log lines: formats that cannot be forged, settings, and repeats that are held back."""
+"""Tests log lines: formats that cannot be forged, settings, and repeats that are held back."""
 
 import io
 import json
@@ -147,7 +147,9 @@ def test_warnings_about_two_addresses_are_no_repeats(log: Log) -> None:
     assert len(log.lines) == 2
 
 
-def test_one_place_of_the_code_cannot_fill_the_log(log: Log, clock: Clock) -> None:
+def test_one_place_of_the_code_writes_at_most_20_warnings_in_an_interval(
+    log: Log, clock: Clock
+) -> None:
     for port in range(40000, 41000):
         log.logger.warning("malformed frame from 127.0.0.1:%d", port)
     assert len(log.lines) == 20
@@ -158,7 +160,9 @@ def test_one_place_of_the_code_cannot_fill_the_log(log: Log, clock: Clock) -> No
     assert log.lines[-1].endswith("(and 980 more)")
 
 
-def test_equal_messages_do_not_hide_another_one_from_the_same_place(log: Log, clock: Clock) -> None:
+def test_equal_messages_do_not_hide_another_message_from_the_same_place(
+    log: Log, clock: Clock
+) -> None:
     for number in range(1000):
         log.logger.warning("load failed request=%s: %s", number, "the client has left")
     log.logger.warning("load failed request=%s: %s", "x", "disk full")

@@ -1,9 +1,9 @@
 """Log lines of kvferry's processes: level and format, one line per record, repeats held back.
 
-Every process that kvferry starts calls `configure_logs` once. Inside vLLM, vLLM's handlers write
-kvferry's lines, through a `ForwardingHandler`. Text that clients, peers and engines wrote appears
-in log lines, so a formatter writes control characters as escapes: such a text cannot begin a line
-of its own.
+Every process that kvferry starts calls `configure_logs` once. Inside vLLM, a `ForwardingHandler`
+passes kvferry's records to vLLM's handlers. Log lines contain text that clients, peers and engines
+wrote. Such a text must never look like a line of its own, so formatters write control characters as
+escapes. Handlers, formatters and filters are used by all threads.
 """
 
 import json
@@ -40,13 +40,15 @@ FORMATS = ("text", "json")
 LEVEL_VARIABLE, FORMAT_VARIABLE = "KVFERRY_LOG_LEVEL", "KVFERRY_LOG_FORMAT"
 REPEAT_INTERVAL_S = 60.0
 MAX_VARIANTS = 20
-MAX_KEY_CHARS = 500
-MAX_KEYS = 1024
-"""Kinds of messages that a filter remembers. Subjects may come from peers, so it is bounded."""
-_KEY = "repeat_key"
+"""Different messages that one place of the code may write in an interval."""
+MAX_COMPARED_CHARS = 500
+MAX_KINDS = 1024
+"""Kinds of messages that a filter remembers. Peers can cause new kinds, so this is bounded."""
+_SUBJECT = "repeat_subject"
+"""The attribute of a record that holds the subject of `repeats_of`."""
 _WORD = re.compile(r"\S+")
 # The attributes of every log record; all other attributes came from `extra`.
-_PLAIN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", _KEY}
+_STANDARD = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName", _SUBJECT}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ class LogSettings:
 
     @classmethod
     def of(cls, level: str | None, format: str | None, environ: Mapping[str, str]) -> "LogSettings":
-        """The settings of the flags; a flag that is None gives way to the environment."""
+        """The settings of the flags; where a flag is None, the variable or the default applies."""
         return cls(
             level or _from_environment(environ, LEVEL_VARIABLE, LEVELS) or cls().level,
             format or _from_environment(environ, FORMAT_VARIABLE, FORMATS) or cls().format,
@@ -84,8 +86,7 @@ def _from_environment(environ: Mapping[str, str], name: str, choices: tuple[str,
 def configure_logs(settings: LogSettings, process: str = "") -> None:
     """Write the log of this process to stderr. `process`: shown in each line, for child processes.
 
-    Other libraries are shown from INFO on, whatever the level: kvferry does not know what they
-    write into debug lines, and credentials must not get into a log.
+    Debug lines of other libraries are never written: they may contain credentials.
     """
     handler = logging.StreamHandler()
     make = JsonFormatter if settings.format == "json" else TextFormatter
@@ -142,7 +143,7 @@ class TextFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = one_line(record.message)
         words = [super().formatMessage(record)]
-        words += [f"{name}={_word(value)}" for name, value in _extra_fields(record).items()]
+        words += [f"{name}={_quoted(value)}" for name, value in _extra_fields(record).items()]
         return " ".join(words)
 
     def formatException(self, ei: Any) -> str:
@@ -151,11 +152,12 @@ class TextFormatter(logging.Formatter):
 
 
 def one_line(text: str) -> str:
-    """The text with escapes instead of the characters that no line of a log may contain."""
+    """The text, with escapes instead of line ends and other control characters."""
     if text.isprintable():
         return text
     return "".join(
-        sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in text
     )
 
 
@@ -163,31 +165,33 @@ def _extra_fields(record: logging.LogRecord) -> dict[str, object]:
     return {
         name: value
         for name, value in vars(record).items()
-        if name not in _PLAIN and value is not None and value != ""
+        if name not in _STANDARD and value is not None and value != ""
     }
 
 
-def _word(value: object) -> str:
-    """A value without spaces, or quoted: it cannot look like further fields."""
+def _quoted(value: object) -> str:
+    """The text of a value, in quotes if it could look like further fields."""
     text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-    is_plain = text.isprintable() and not any(sign in text for sign in ' "=')
-    return text if is_plain else json.dumps(text)
+    is_one_word = text.isprintable() and not any(character in text for character in ' "=')
+    return text if is_one_word else json.dumps(text)
 
 
 # -- repeats --
 
 
 def repeats_of(*subject: object) -> dict[str, object]:
-    """`extra` of a message that is held back while it repeats for the same subject (a peer, a
-    tier), whatever the rest of it says, at any level. Warnings and errors without a subject are
-    repeats if they differ only in request ids and in numbers; addresses are no numbers.
+    """`extra` for a message about a subject (a peer, a tier). At any level, and whatever its text
+    says, the message is a repeat if the same place of the code wrote one about the same subject.
+
+    Without a subject, only warnings and errors are held back; they are repeats if they differ only
+    in request ids and in numbers. Addresses do not count as numbers.
     """
-    return {_KEY: subject}
+    return {_SUBJECT: subject}
 
 
 @dataclass(slots=True)
 class _Kind:
-    """Messages that count as one kind in an interval."""
+    """How many messages of one kind were passed and held back in an interval."""
 
     since: float
     num_passed: int = 1
@@ -195,9 +199,9 @@ class _Kind:
 
 
 class RepeatFilter(logging.Filter):
-    """Passes the first of equal messages, then one every `interval_s` with the number of those
-    that were held back. Of messages that differ, `MAX_VARIANTS` from one place of the code pass in
-    an interval: a port scan must not fill the log. Used by any thread.
+    """Passes the first of equal messages, then one every `interval_s` with the number of those that
+    were held back. Of different messages from one place of the code, `MAX_VARIANTS` pass in an
+    interval: a port scan must not fill the log.
     """
 
     def __init__(
@@ -213,7 +217,7 @@ class RepeatFilter(logging.Filter):
         self._lock = threading.RLock()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        subject = getattr(record, _KEY, None)
+        subject = getattr(record, _SUBJECT, None)
         if subject is None and record.levelno < logging.WARNING:
             return True
         try:
@@ -221,11 +225,12 @@ class RepeatFilter(logging.Filter):
         except Exception:  # a wrong call of any library: `logging` reports it when it formats
             return True
         place = (record.name, record.levelno, record.msg, record.exc_info and record.exc_info[0])
-        varying = _without_numbers(text[:MAX_KEY_CHARS]) if subject is None else subject
-        equal, from_this_place = ("equal", place, varying), ("place", place)
+        if subject is None:
+            subject = _without_numbers(text[:MAX_COMPARED_CHARS])
+        equal, from_this_place = ("equal", place, subject), ("place", place)
         now = self._clock()
         with self._lock:
-            # In this order: equal messages must not use up what the place may say besides.
+            # In this order, so that equal messages do not count as different messages of the place.
             if self._holds(equal, 1, now) or self._holds(from_this_place, MAX_VARIANTS, now):
                 return False
             num_held = self._pass(equal, now) + self._pass(from_this_place, now)
@@ -250,24 +255,27 @@ class RepeatFilter(logging.Filter):
             return 0
         self._kinds[key] = _Kind(now)
         self._kinds.move_to_end(key)
-        if len(self._kinds) > MAX_KEYS:
+        if len(self._kinds) > MAX_KINDS:
             self._kinds.popitem(last=False)
         return 0 if kind is None else kind.num_held
 
 
 def _without_numbers(text: str) -> str:
-    """The text without request ids and words with a digit; addresses have a colon inside."""
-    return _WORD.sub(lambda word: "#" if _is_varying(word[0].rstrip(",:;).")) else word[0], text)
+    """The text with `#` in place of each request id and each word that contains a digit."""
+    return _WORD.sub(lambda word: "#" if _is_id_or_number(word[0]) else word[0], text)
 
 
-def _is_varying(word: str) -> bool:
-    return word.startswith("request=") or (
-        ":" not in word and any(character.isdigit() for character in word)
-    )
+def _is_id_or_number(word: str) -> bool:
+    is_address = ":" in word.rstrip(",:;).")
+    has_digit = any(character.isdigit() for character in word)
+    return word.startswith("request=") or (has_digit and not is_address)
+
+
+# -- inside vLLM --
 
 
 class ForwardingHandler(logging.Handler):
-    """Passes kvferry's records to the handlers of another logger, which have their own format."""
+    """Passes kvferry's records to the handlers of another logger, which write their own format."""
 
     def __init__(self, target: logging.Logger) -> None:
         super().__init__()
@@ -277,7 +285,7 @@ class ForwardingHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._pass_on(record)
-        except Exception:  # the thread that logs may be the engine's
+        except Exception:  # logging must not stop the thread, which may be the engine's
             self.handleError(record)
 
     def _pass_on(self, record: logging.LogRecord) -> None:
