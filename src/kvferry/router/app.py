@@ -1,11 +1,11 @@
 """The router application: builds the parts of a router and dispatches requests.
 
 Made and used on one event loop: `RouterApp.start`, then `admit` and `handle` for every request,
-then `close`.
+then `close`. `admit` decides from a request's head, so that no body is read for a request without
+access. A path belongs either to a page of the router or to a route of the engines, never to both.
 """
 
 import asyncio
-import logging
 import random
 import ssl
 import time
@@ -58,12 +58,11 @@ if TYPE_CHECKING:
 
 __all__ = ["RouterApp"]
 
-_log = logging.getLogger(__name__)
-
 _Page = Callable[[ServerRequest], Awaitable[HttpResponse]]
 _SHOWN_ROUTE_CHARS = 100
+_CHALLENGE = ("WWW-Authenticate", "Bearer")
 _MAX_PAGE_BODY = 64 * 1024
-"""Largest body of a page of the router: some of these need no key."""
+"""Largest body of a request for a page of the router. Some pages need no key, so it is small."""
 
 
 class RouterApp:
@@ -87,16 +86,16 @@ class RouterApp:
         `make_failure_query` the function that asks instances why a transfer failed. `tracer` writes
         the spans of requests; the caller closes it.
         """
-        now = time.monotonic()
         self.options = options
         self.metrics = RouterMetrics(
             f"{options.routing.prefill_policy}, {options.routing.decode_policy}"
         )
         self.access_policy = AccessPolicy.of(options.access)
-        self.fleet = _make_fleet(options, now)
-        self.admission = AdmissionController(_admission(options), time.monotonic)
+        self.fleet = _make_fleet(options, time.monotonic())
+        self.admission = AdmissionController(_admission_options(options), time.monotonic)
         self._upstreams = UpstreamPool()
-        self._recent = RecentRequests()
+        recent = RecentRequests()
+        self._access_log = AccessLog(options.access_log)
         time_series = TimeSeries()
         conversations = Conversations(
             options.conversations.max_count, options.conversations.max_bytes
@@ -111,46 +110,46 @@ class RouterApp:
             push_sources.forget(instance)
 
         self.watcher = InstanceWatcher(instance_client, forget, cleanup=conversations.expire)
-        ask = make_turn_query(self.watcher) if make_turn_query is not None else None
+        ask_turn = make_turn_query(self.watcher) if make_turn_query is not None else None
+        ask_failure = make_failure_query(self.watcher) if make_failure_query is not None else None
         self._turns = TurnTracker(
-            conversations, self.fleet, self.metrics, options.conversations.ttl, ask
+            conversations, self.fleet, self.metrics, options.conversations.ttl, ask_turn
         )
         self._leg_finisher = LegFinisher()
-        serving = Dispatcher(
+        dispatcher = Dispatcher(
             instance_client,
             _CountingReleaser(releases, self.metrics),
             push_sources,
             self.watcher,
-            self._turns,
-            self._leg_finisher,
-            make_failure_query(self.watcher) if make_failure_query is not None else None,
+            turns=self._turns,
+            leg_finisher=self._leg_finisher,
+            ask_failure=ask_failure,
         )
-        self._access_log = AccessLog(options.access_log)
+        self._engine_routes = RouteTable(options.routing.forwarded_routes)
         self._generate_handler = GenerateHandler(
             options,
             self.access_policy,
             self.admission,
-            serving,
-            OneInstanceHandler(instance_client),
-            self._recent,
-            time_series,
-            self._access_log,
+            serving=dispatcher,
+            one_instance=OneInstanceHandler(instance_client),
+            recent=recent,
+            time_series=time_series,
+            access_log=self._access_log,
             tracer=tracer,
         )
-        self._engine_routes = RouteTable(options.routing.forwarded_routes)
         admin = Admin(self.fleet, registrar, self.watcher.probe_now, self.watcher.forget_instance)
         pages = Pages(
             options,
             self.access_policy,
             self.fleet,
             self.watcher,
-            self.admission,
-            conversations,
-            self._recent,
-            time_series,
-            instance_client,
+            admission=self.admission,
+            conversations=conversations,
+            recent=recent,
+            time_series=time_series,
+            instance_client=instance_client,
         )
-        self._routes = _routes(pages, admin, Adapters(instance_client))
+        self._pages = _page_handlers(pages, admin, Adapters(instance_client))
         self._resolver = ServiceResolver(
             options.services,
             options.discovery,
@@ -186,109 +185,90 @@ class RouterApp:
         """Answer requests that need no body: unknown route, missing key, CORS preflight, body too
         large. None admits the request.
         """
-        path, access_policy = request.path, self.access_policy
-        route = self._route(path)
-        methods = route.methods if route is not None else tuple(self._find(path))
-        cors = access_policy.cors_headers(request.headers)
+        route = self._route(request.path)
+        methods = route.methods if route is not None else tuple(self._find_page(request.path))
+        if methods and _is_preflight(request):
+            headers = self.access_policy.preflight_headers(request.headers, methods)
+            return 204, [*headers, _id_header(request)], b""
+        refusal = self._check(request, methods, is_page=route is None)
+        return None if refusal is None else self._refuse(request, route, refusal)
+
+    def _check(
+        self, request: ServerRequest, methods: tuple[str, ...], *, is_page: bool
+    ) -> HttpResponse | None:
+        """The answer to a request that is refused; None if the request is admitted."""
+        policy = self.access_policy
+        cors = policy.cors_headers(request.headers)
         if not methods:
-            return self._refuse(request, _unknown_route(request, cors))
-        if (
-            request.method == "OPTIONS"
-            and request.headers.get("access-control-request-method") is not None
-        ):
-            return (
-                204,
-                [*access_policy.preflight_headers(request.headers, methods), _named(request)],
-                b"",
-            )
+            return _unknown_route(request, cors)
         if request.method not in methods and not (request.method == "HEAD" and "GET" in methods):
+            message = f"{_route_text(request)}: Method Not Allowed"
             allow = ("Allow", ", ".join(methods))
-            return self._refuse(
-                request,
-                build_error_response(
-                    405, f"{_route_text(request)}: Method Not Allowed", headers=[allow, *cors]
-                ),
-            )
-        is_page = route is None
+            return build_error_response(405, message, headers=[allow, *cors])
         if is_page and _is_large(request):
-            return self._refuse(
-                request,
-                build_error_response(
-                    413,
-                    f"this path accepts no body of more than {_MAX_PAGE_BODY} bytes",
-                    headers=cors,
-                ),
-            )
-        if access_policy.is_refused(request, is_page=is_page):
-            challenge = ("WWW-Authenticate", "Bearer")
-            return self._refuse(
-                request,
-                build_error_response(
-                    401, "the API key is missing or unknown", headers=[challenge, *cors]
-                ),
-            )
-        if (
-            is_page
-            and access_policy.is_admin_path(path)
-            and path != "/admin/register"
-            and not access_policy.is_admin(request.headers)
-        ):
-            return self._refuse(
-                request,
-                build_error_response(
-                    401, "this path needs the admin key", headers=[("WWW-Authenticate", "Bearer")]
-                ),
-            )
+            message = f"this path accepts no body of more than {_MAX_PAGE_BODY} bytes"
+            return build_error_response(413, message, headers=cors)
+        if policy.is_refused(request, is_page=is_page):
+            message = "the API key is missing or unknown"
+            return build_error_response(401, message, headers=[_CHALLENGE, *cors])
+        # Instances register with the cluster's secret instead of the admin key.
+        needs_admin_key = policy.is_admin_path(request.path) and request.path != "/admin/register"
+        if is_page and needs_admin_key and not policy.is_admin(request.headers):
+            message = "this path needs the admin key"
+            return build_error_response(401, message, headers=[_CHALLENGE])
         return None
 
     async def handle(self, request: ServerRequest, reply: ResponseWriter) -> None:
         """Serve one admitted request."""
+        route = self._route(request.path)
         self.metrics.active.value += 1
         try:
-            route = self._route(request.path)
             if route is not None:
                 await self._generate_handler.generate(route, request, reply)
             else:
-                await self._show(request, reply)
+                await self._serve_page(request, reply)
         finally:
             self.metrics.active.value -= 1
-            self._count(request, reply.status)
+            self._count(request, route, reply.status)
 
-    async def _show(self, request: ServerRequest, reply: ResponseWriter) -> None:
-        page = self._find(request.path).get("GET" if request.method == "HEAD" else request.method)
+    async def _serve_page(self, request: ServerRequest, reply: ResponseWriter) -> None:
+        method = "GET" if request.method == "HEAD" else request.method
+        page = self._find_page(request.path).get(method)
         assert page is not None, "admit has checked this"
         answer = await page(request)
-        named = self._name_page(request, answer.status)
-        reply.send(
-            answer.status,
-            [*answer.headers, named, *self.access_policy.cors_headers(request.headers)],
-            answer.body,
-        )
+        id_header = self._log_page(request, answer.status)
+        cors = self.access_policy.cors_headers(request.headers)
+        reply.send(answer.status, [*answer.headers, id_header, *cors], answer.body)
 
     def _route(self, path: str) -> Route | None:
-        """The route of engines that the path names. A pattern never covers the router's pages."""
-        return None if self._find(path) else self._engine_routes.find(path)
+        """The engines' route for a path; None if the path is a page of the router, or unknown. A
+        pattern of `routing.forwarded_routes` never covers a page.
+        """
+        return None if self._find_page(path) else self._engine_routes.find(path)
 
-    def _find(self, path: str) -> Mapping[str, _Page]:
-        """The handlers of a path; a route with a final slash also covers the level below."""
-        found = self._routes.get(path)
+    def _find_page(self, path: str) -> Mapping[str, _Page]:
+        """The handlers of a page by method; empty if the path is no page. A page whose path ends
+        with a slash also covers the paths one level below.
+        """
+        found = self._pages.get(path)
         if found is None:
             parent = path.rpartition("/")[0] + "/"
-            found = self._routes.get(parent, {})
+            found = self._pages.get(parent, {})
         return found
 
-    def _refuse(self, request: ServerRequest, answer: HttpResponse) -> ResponseParts:
-        self._count(request, answer.status)
-        route = self._route(request.path)
+    def _refuse(
+        self, request: ServerRequest, route: Route | None, answer: HttpResponse
+    ) -> ResponseParts:
+        self._count(request, route, answer.status)
         shaped = shaped_answer(route.api if route is not None else Api.OTHER, answer)
-        named = self._name_page(request, shaped.status)
-        return shaped.status, [*shaped.headers, named], shaped.body
+        id_header = self._log_page(request, shaped.status)
+        return shaped.status, [*shaped.headers, id_header], shaped.body
 
-    def _name_page(self, request: ServerRequest, status: int) -> tuple[str, str]:
-        """The id of a request that is no generation, which its answer and its log line have."""
-        named = _named(request)
-        self._access_log.note_page(named[1], request.method, request.path, status)
-        return named
+    def _log_page(self, request: ServerRequest, status: int) -> tuple[str, str]:
+        """Log a page or a refusal. Returns the header with the request id of the log line."""
+        id_header = _id_header(request)
+        self._access_log.note_page(id_header[1], request.method, request.path, status)
+        return id_header
 
     def note_malformed(self, refusal: RequestRefused) -> None:
         """Count a request that the server refused: malformed, too large, too slow, or over the
@@ -297,12 +277,12 @@ class RouterApp:
         self.metrics.requests.add("malformed", str(refusal.status))
         self._access_log.note_page("", "", "malformed", refusal.status)
 
-    def _count(self, request: ServerRequest, status: int) -> None:
-        route = self._route(request.path)
-        page = request.path if request.path in self._routes else "other"
-        if status:
-            name = route.pattern if route is not None else page
-            self.metrics.requests.add(name, str(status))
+    def _count(self, request: ServerRequest, route: Route | None, status: int) -> None:
+        if not status:
+            return  # the client disconnected before the answer began
+        # Clients choose the paths, and a label must not have unlimited values.
+        page = request.path if request.path in self._pages else "other"
+        self.metrics.requests.add(page if route is None else route.pattern, str(status))
 
 
 def _client_tls(options: RouterOptions) -> ssl.SSLContext:
@@ -319,12 +299,12 @@ def _client_tls(options: RouterOptions) -> ssl.SSLContext:
         ) from None
 
 
-def _admission(options: RouterOptions) -> AdmissionOptions:
+def _admission_options(options: RouterOptions) -> AdmissionOptions:
     """With API keys and no explicit `tenant_waiting`, a tenant may fill at most half the queue."""
-    asked = options.admission
-    if not options.access.api_keys or asked.tenant_waiting is not None:
-        return asked
-    return replace(asked, tenant_waiting=max(1, asked.max_waiting // 2))
+    admission = options.admission
+    if not options.access.api_keys or admission.tenant_waiting is not None:
+        return admission
+    return replace(admission, tenant_waiting=max(1, admission.max_waiting // 2))
 
 
 def _make_fleet(options: RouterOptions, now: float) -> Fleet:
@@ -341,16 +321,19 @@ def _make_fleet(options: RouterOptions, now: float) -> Fleet:
     return fleet
 
 
-def _routes(pages: Pages, admin: Admin, adapters: Adapters) -> dict[str, Mapping[str, _Page]]:
-    routes: dict[str, Mapping[str, _Page]] = {
+def _page_handlers(
+    pages: Pages, admin: Admin, adapters: Adapters
+) -> dict[str, Mapping[str, _Page]]:
+    """The handlers of all pages of the router, by path and method."""
+    handlers: dict[str, Mapping[str, _Page]] = {
         path: {"GET": page} for path, page in pages.routes().items()
     }
     for path, methods in admin.routes().items():
-        routes[path] = {method: _from_body(answer) for method, answer in methods.items()}
+        handlers[path] = {method: _from_body(answer) for method, answer in methods.items()}
     for path, page in adapters.routes().items():
-        routes[path] = {"POST": page}
-    routes["/ping"] = {"GET": pages.health, "POST": pages.health}
-    return routes
+        handlers[path] = {"POST": page}
+    handlers["/ping"] = {"GET": pages.health, "POST": pages.health}
+    return handlers
 
 
 def _from_body(answer: Callable[[bytes], HttpResponse]) -> _Page:
@@ -358,6 +341,12 @@ def _from_body(answer: Callable[[bytes], HttpResponse]) -> _Page:
         return answer(request.body)
 
     return page
+
+
+def _is_preflight(request: ServerRequest) -> bool:
+    """Whether a browser asks which requests a web page of another origin may send."""
+    asked = request.headers.get("access-control-request-method")
+    return request.method == "OPTIONS" and asked is not None
 
 
 def _is_large(request: ServerRequest) -> bool:
@@ -375,7 +364,7 @@ def _unknown_route(request: ServerRequest, cors: list[tuple[str, str]]) -> HttpR
     return build_error_response(404, f"{_route_text(request)}: Not Found", headers=cors)
 
 
-def _named(request: ServerRequest) -> tuple[str, str]:
+def _id_header(request: ServerRequest) -> tuple[str, str]:
     return "X-Request-Id", choose_request_id(request.headers.get("x-request-id"))
 
 

@@ -19,7 +19,7 @@ from prometheus_client.core import (
 
 from kvferry.router.fleet.instances import Instance, Outcome, Role
 
-__all__ = ["FastCounter", "FastGauge", "FastHistogram", "MetricsCollector", "RouterMetrics"]
+__all__ = ["RouterMetrics"]
 
 
 class ExportedMetric(Protocol):
@@ -32,7 +32,7 @@ T = TypeVar("T", bound=ExportedMetric)
 
 
 class FastCounter:
-    """A counter. `add` takes the values of the labels and adds 1."""
+    """A counter; `add` adds 1 for these values of the labels."""
 
     __slots__ = ("_help", "_labels", "_name", "values")
 
@@ -100,10 +100,10 @@ class MetricsCollector:
         self._metrics: list[ExportedMetric] = []
         registry.register(self)
 
-    def counter(self, name: str, help_text: str, *labels: str) -> FastCounter:
+    def counter(self, name: str, help_text: str, labels: Sequence[str] = ()) -> FastCounter:
         return self._register(FastCounter(name, help_text, labels))
 
-    def gauge(self, name: str, help_text: str, *labels: str) -> FastGauge:
+    def gauge(self, name: str, help_text: str, labels: Sequence[str] = ()) -> FastGauge:
         return self._register(FastGauge(name, help_text, labels))
 
     def histogram(self, name: str, help_text: str, bounds: Sequence[float]) -> FastHistogram:
@@ -121,71 +121,61 @@ class MetricsCollector:
 # One registry per router, so several routers in a process stay separate.
 
 
-_BOUNDS = (
-    0.001,
-    0.002,
-    0.005,
-    0.01,
-    0.02,
-    0.05,
-    0.1,
-    0.2,
-    0.5,
-    1.0,
-    2.0,
-    5.0,
-    10.0,
-    30.0,
-    60.0,
-    120.0,
-    300.0,
+_BOUNDS_S = (
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
+    *(1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0),
 )
 
 
 class RouterMetrics:
     """All metrics of one router."""
 
-    def __init__(self, policies: str = "") -> None:
+    def __init__(self, policies: str) -> None:
         """`policies`: names of the routing policies, used as a label."""
         self._policies = policies
+        self._urls: dict[Instance, str] = {}
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
         collector = MetricsCollector(self._registry)
+        self._add_requests(collector)
+        self._add_legs(collector)
+        self._add_latencies(collector)
+        self._add_fleet(collector)
+
+    def _add_requests(self, collector: MetricsCollector) -> None:
         self.requests = collector.counter(
             "kvferry:router_requests",
             "Requests answered, by route and HTTP status.",
-            "route",
-            "status",
+            ("route", "status"),
         )
         self.outcomes = collector.counter(
             "kvferry:router_outcomes",
             "Generations, by outcome and by the policies that chose the instances.",
-            "outcome",
-            "policies",
+            ("outcome", "policies"),
         )
         self.active = collector.gauge("kvferry:router_active_requests", "Requests being served.")
         self.queued = collector.gauge(
             "kvferry:router_queued_requests", "Requests waiting for admission."
         )
+
+    def _add_legs(self, collector: MetricsCollector) -> None:
         self.failures = collector.counter(
             "kvferry:router_instance_failures",
             "Legs that failed, by role and instance.",
-            "role",
-            "instance",
+            ("role", "instance"),
         )
         self.refusals = collector.counter(
             "kvferry:router_instance_refusals",
             "Legs answered with 503, by role and instance.",
-            "role",
-            "instance",
+            ("role", "instance"),
         )
         self.legs = collector.counter(
-            "kvferry:router_legs", "Legs that finished.", "role", "instance", "outcome"
+            "kvferry:router_legs", "Legs that finished.", ("role", "instance", "outcome")
         )
         self.retries = collector.counter(
             "kvferry:router_retries",
             "Legs retried on another instance, by the role that failed.",
-            "role",
+            ("role",),
         )
         self.fallbacks = collector.counter(
             "kvferry:router_fallbacks",
@@ -211,35 +201,35 @@ class RouterMetrics:
         self.turns = collector.counter(
             "kvferry:router_turns",
             "Turns of conversations, by whether the last turn's blocks were offered to P.",
-            "found",
+            ("found",),
         )
+
+    def _add_latencies(self, collector: MetricsCollector) -> None:
         self.ttft = collector.histogram(
             "kvferry:router_time_to_first_token_seconds",
             "Seconds from a request's arrival to the first bytes of its answer.",
-            _BOUNDS,
+            _BOUNDS_S,
         )
         self.handover = collector.histogram(
             "kvferry:router_handover_seconds",
             "Seconds from P's answer to the first bytes of D's answer.",
-            _BOUNDS,
+            _BOUNDS_S,
         )
+
+    def _add_fleet(self, collector: MetricsCollector) -> None:
         self.instances = collector.gauge(
             "kvferry:router_instance",
             "1 for each instance and its state.",
-            "role",
-            "instance",
-            "state",
+            ("role", "instance", "state"),
         )
         self.running = collector.gauge(
-            "kvferry:router_instance_legs", "Legs in flight at an instance.", "role", "instance"
+            "kvferry:router_instance_legs", "Legs in flight at an instance.", ("role", "instance")
         )
         self.usable = collector.gauge(
             "kvferry:router_usable_instances",
             "Instances that requests can be sent to now, by role; 0 if there is none.",
-            "role",
+            ("role",),
         )
-        self._by_instance = (self.failures, self.refusals, self.legs)
-        self._urls: dict[Instance, str] = {}
 
     def leg(self, instance: Instance, outcome: Outcome) -> None:
         """Count a leg that has ended."""
@@ -262,20 +252,24 @@ class RouterMetrics:
         for instance, state, num_running in members:
             self.instances.values[instance.role, instance.url, state] = 1.0
             self.running.values[instance.role, instance.url] = num_running
-        # A leg may end after the instance was removed; drop the counter created by the leg.
-        for gone in {
-            labels[:2] for metric in self._by_instance for labels in metric.values
-        } - self.running.values.keys():
-            self._forget(gone)
+        # A leg that ends after its instance was removed creates counters for that instance again.
+        counted = {labels[:2] for metric in self._by_instance for labels in metric.values}
+        for role_and_url in counted - self.running.values.keys():
+            self._forget(role_and_url)
 
     def forget(self, instance: Instance) -> None:
-        """Drop the metrics of an instance that has left the fleet; else they would pile up."""
+        """Drop the metrics of an instance that has left the fleet, to bound their number."""
         self._urls.pop(instance, None)
         self._forget((instance.role, instance.url))
 
-    def _forget(self, name: tuple[str, ...]) -> None:
+    @property
+    def _by_instance(self) -> tuple[FastCounter, ...]:
+        """The counters whose first labels are role and instance."""
+        return self.failures, self.refusals, self.legs
+
+    def _forget(self, role_and_url: tuple[str, ...]) -> None:
         for metric in self._by_instance:
-            for labels in [labels for labels in metric.values if labels[:2] == name]:
+            for labels in [labels for labels in metric.values if labels[:2] == role_and_url]:
                 del metric.values[labels]
 
     def text(self) -> bytes:
