@@ -1,4 +1,4 @@
-"""Which prefill and decode instances `kvferry proxy` takes from flags and from its file."""
+"""Tests which instances `kvferry proxy` takes from its flags and from its file."""
 
 from pathlib import Path
 

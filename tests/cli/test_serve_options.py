@@ -84,7 +84,7 @@ def test_every_flag_reaches_its_option(model: Path) -> None:
     )
 
 
-def test_the_commands_of_the_seeds_are_understood(model: Path) -> None:
+def test_commands_written_for_vllm_are_understood(model: Path) -> None:
     first = parsed(str(model), "--port", "8100", "--enforce-eager", "--kv-transfer-config", PULL)
     assert first.port == 8100
     transfer = engine_options(first, {}).kv_transfer
@@ -183,7 +183,7 @@ def test_an_engine_that_other_machines_can_use_without_a_key_warns_about_it() ->
         ("a b c", 0o600, "has 3 words"),
     ],
 )
-def test_a_key_file_that_keeps_nobody_out_is_refused(
+def test_a_key_file_that_does_not_protect_the_api_is_refused(
     tmp_path: Path, text: str, mode: int, sentence: str
 ) -> None:
     path = tmp_path / "keys"

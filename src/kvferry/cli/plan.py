@@ -64,6 +64,7 @@ EXAMPLES = """\
   kvferry plan /models/tiny --prefill 12000 --tier disk=6.8:1 --tier 'object=2.9:35' --tier-gib 512
   kvferry plan /models/tiny --json | jq .bytes_per_token"""  # noqa: E501
 
+DEFAULT_DTYPE = "bfloat16"
 MAX_CONFIG_BYTES = 16 * 2**20
 TOKENS = re.compile(r"([0-9]{1,18})([kKmM]?)")
 FACTORS = {"": 1, "k": 1_000, "m": 1_000_000}
@@ -75,10 +76,22 @@ MAX_HEAD_DIM = 65_536
 MAX_TIER_GIB = 1 << 30
 MIN_GBIT = 1e-6
 MIN_RATE, MAX_RATE = 1e-3, 1e12
-FLAG_WIDTHS = ("--layers", "--kv-heads", "--head-dim")
+SIZE_FLAGS = ("--layers", "--kv-heads", "--head-dim")
 
 
 def add_arguments(parser: Parser) -> None:
+    _add_model_arguments(parser)
+    _add_engine_arguments(parser)
+    _add_link_and_tier_arguments(parser)
+    parser.add_argument(
+        "--exact",
+        action="store_true",
+        help="count 1 GB as 1,000,000,000 bytes everywhere, also for the times",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def _add_model_arguments(parser: Parser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -110,8 +123,11 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--dtype",
         default="auto",
-        help=f"dtype of the cache: {dtypes} (default: the dtype of MODEL, else bfloat16)",
+        help=f"dtype of the cache: {dtypes} (default: the dtype of MODEL, else {DEFAULT_DTYPE})",
     )
+
+
+def _add_engine_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--block-size",
         type=count_to(MAX_BLOCK_SIZE),
@@ -139,6 +155,9 @@ def add_arguments(parser: Parser) -> None:
         metavar="N",
         help="block size of the other side, for the segments (default: twice --block-size)",
     )
+
+
+def _add_link_and_tier_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--link",
         type=parse_link,
@@ -174,18 +193,14 @@ def add_arguments(parser: Parser) -> None:
         metavar="N",
         help="size of a tier in GiB, for the tokens that fit (default: %(default)s)",
     )
-    parser.add_argument(
-        "--exact",
-        action="store_true",
-        help="count 1 GB as 1,000,000,000 bytes everywhere, also for the times",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
 def run(arguments: argparse.Namespace) -> int:
     plan = make_plan(arguments)
-    units = Units.EXACT if arguments.exact else Units.ROUND
-    print(json.dumps(plan_as_json(plan), indent=2) if arguments.json else plan_as_text(plan, units))
+    if arguments.json:
+        print(json.dumps(plan_as_json(plan), indent=2))
+    else:
+        print(plan_as_text(plan, _units(arguments)))
     return 0
 
 
@@ -195,9 +210,9 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     tp, block = arguments.tp, arguments.block_size
     shape.check_tp(tp)
     links = tuple(arguments.link or DEFAULT_LINKS)
-    units = Units.EXACT if arguments.exact else Units.ROUND
     rows = tuple(
-        prompt_row(shape, tokens, links, tp, units) for tokens in arguments.tokens or DEFAULT_TOKENS
+        prompt_row(shape, tokens, links, tp, _units(arguments))
+        for tokens in arguments.tokens or DEFAULT_TOKENS
     )
     longest, slowest = max(rows, key=lambda row: row.tokens), min(links, key=lambda link: link.gbit)
     longest_s = longest.size_bytes * 8 / (slowest.gbit * 1e9)
@@ -216,19 +231,26 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
         advise_block_size(shape, tp),
     )
     return Plan(
-        name,
-        shape,
-        block,
-        tp,
-        links,
-        rows,
-        tuple(segments),
-        tiers,
-        arguments.tier_gib,
-        arguments.prefill,
-        advice,
-        tuple([*notes, *_notes(shape, tp)]),
+        name=name,
+        shape=shape,
+        block_size=block,
+        tp=tp,
+        links=links,
+        rows=rows,
+        segments=tuple(segments),
+        tiers=tiers,
+        tier_gib=arguments.tier_gib,
+        prefill=arguments.prefill,
+        advice=advice,
+        notes=(*notes, *_notes(shape, tp)),
     )
+
+
+def _units(arguments: argparse.Namespace) -> Units:
+    return Units.EXACT if arguments.exact else Units.ROUND
+
+
+# -- values of flags --
 
 
 def count_to(most: int) -> Callable[[str], int]:
@@ -310,24 +332,24 @@ def parse_rate(text: str) -> float:
     return rate
 
 
+# -- the model --
+
+
 def _shape(arguments: argparse.Namespace) -> tuple[str, ModelCacheShape, list[str]]:
     """Return name, cache shape and notes of the model, from MODEL or from the size flags."""
-    given = [
-        value
-        for value in (arguments.layers, arguments.kv_heads, arguments.head_dim)
-        if value is not None
-    ]
+    sizes = (arguments.layers, arguments.kv_heads, arguments.head_dim)
+    given = [size for size in sizes if size is not None]
     if arguments.model is not None and given:
         raise ConfigError(
-            f"MODEL and {', '.join(FLAG_WIDTHS)} both describe a model; give one or the other"
+            f"MODEL and {', '.join(SIZE_FLAGS)} both describe a model; give one or the other"
         )
     if arguments.model is not None:
         return _shape_of_model(arguments.model, arguments.revision, arguments.dtype)
-    if len(given) < len(FLAG_WIDTHS):
+    if len(given) < len(SIZE_FLAGS):
         raise ConfigError(
-            f"MODEL is missing; name a folder or a config.json, or give {', '.join(FLAG_WIDTHS)}"
+            f"MODEL is missing; name a folder or a config.json, or give {', '.join(SIZE_FLAGS)}"
         )
-    dtype = canonical_dtype("bfloat16" if arguments.dtype == "auto" else arguments.dtype)
+    dtype = DEFAULT_DTYPE if arguments.dtype == "auto" else canonical_dtype(arguments.dtype)
     group = LayerGroup(
         LayerCacheKind.FULL, arguments.layers, arguments.kv_heads, 2 * arguments.head_dim
     )
@@ -337,25 +359,15 @@ def _shape(arguments: argparse.Namespace) -> tuple[str, ModelCacheShape, list[st
 def _shape_of_model(
     model: str, revision: str | None, requested_dtype: str
 ) -> tuple[str, ModelCacheShape, list[str]]:
-    config = _read(find_config(model, revision))
-    config_dtype = auto_dtype(config) if requested_dtype == "auto" else None
-    notes = (
-        ["config.json does not name a dtype; bfloat16 is assumed, --dtype sets another"]
-        if requested_dtype == "auto" and not config_dtype
-        else []
-    )
-    return (
-        model,
-        shape_of_config(
-            config,
-            config_dtype
-            or canonical_dtype("bfloat16" if requested_dtype == "auto" else requested_dtype),
-        ),
-        notes,
-    )
+    config = _read_config(find_config(model, revision))
+    dtype = auto_dtype(config) if requested_dtype == "auto" else canonical_dtype(requested_dtype)
+    if dtype is not None:
+        return model, shape_of_config(config, dtype), []
+    note = f"config.json does not name a dtype; {DEFAULT_DTYPE} is assumed, --dtype sets another"
+    return model, shape_of_config(config, DEFAULT_DTYPE), [note]
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_config(path: Path) -> dict[str, Any]:
     """Read config.json; raise ConfigError if the file is unreadable or not a JSON object."""
     try:
         with path.open("rb") as file:
@@ -371,15 +383,17 @@ def _read(path: Path) -> dict[str, Any]:
     return content
 
 
+# -- the two sides --
+
+
 def _sides(arguments: argparse.Namespace, shape: ModelCacheShape) -> list[Sides]:
     """Return the pairs of P and D to compare: equal sides, then other TP and other block size, in
     both directions.
     """
     tp, block = arguments.tp, arguments.block_size
-    other_tp, other_block = (
-        arguments.peer_tp or _default_peer_tp(shape, tp),
-        arguments.peer_block_size or min(2 * block, MAX_BLOCK_SIZE // block * block),
-    )
+    other_tp = arguments.peer_tp or _default_peer_tp(shape, tp)
+    # Twice the block size; if that is too large, the largest multiple that is allowed.
+    other_block = arguments.peer_block_size or min(2 * block, MAX_BLOCK_SIZE // block * block)
     shape.check_tp(other_tp, "--peer-tp")
     if max(block, other_block) % min(block, other_block):
         raise ConfigError(
@@ -391,24 +405,21 @@ def _sides(arguments: argparse.Namespace, shape: ModelCacheShape) -> list[Sides]
             f"--peer-block-size {other_block} and --block-size {block} are too far apart to plan; "
             f"the larger may be at most {MAX_BLOCK_RATIO} times the smaller"
         )
-    both = [Sides(tp, tp, block, block)]
+    sides = [Sides(tp, tp, block, block)]
     if other_tp != tp:
-        both += [Sides(other_tp, tp, block, block), Sides(tp, other_tp, block, block)]
+        sides += [Sides(other_tp, tp, block, block), Sides(tp, other_tp, block, block)]
     if other_block != block:
-        both += [Sides(tp, tp, block, other_block), Sides(tp, tp, other_block, block)]
-    return both
+        sides += [Sides(tp, tp, block, other_block), Sides(tp, tp, other_block, block)]
+    return sides
 
 
 def _default_peer_tp(shape: ModelCacheShape, tp: int) -> int:
     """Return twice our TP, or our TP if the KV heads cannot be divided that way."""
-    return (
-        2 * tp
-        if all(
-            group.kind is LayerCacheKind.LATENT or can_divide(group.kv_heads, 2 * tp)
-            for group in shape.groups
-        )
-        else tp
+    is_divisible = all(
+        group.kind is LayerCacheKind.LATENT or can_divide(group.kv_heads, 2 * tp)
+        for group in shape.groups
     )
+    return 2 * tp if is_divisible else tp
 
 
 def _layouts(shape: ModelCacheShape) -> list[str]:

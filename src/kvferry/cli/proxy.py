@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from kvferry.cli.arguments import Parser, parse_port
 from kvferry.cli.cluster.addresses import announce_address, dialable
@@ -64,8 +64,6 @@ _ACCESS_FILES = (
     "ssl_keyfile",
 )
 
-T = TypeVar("T")
-
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument(
@@ -77,39 +75,11 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--port", type=parse_port, help="port to listen on; 0: any free port (default: 8000)"
     )
-    for role, name in _FLAGS.items():
-        hosts = f"hosts of the {name}s, one per port or one for all ports (default: localhost)"
-        parser.add_argument(
-            f"--{name}-hosts", f"--{name}-host", nargs="+", metavar="HOST", help=hosts
-        )
-        ports = (
-            "their ports, in the order of the hosts (default, without --config: "
-            f"{_DEFAULT_PORTS[role]})"
-        )
-        parser.add_argument(
-            f"--{name}-ports",
-            f"--{name}-port",
-            nargs="+",
-            type=parse_port,
-            metavar="PORT",
-            help=ports,
-        )
-        parser.add_argument(
-            f"--{name}s",
-            nargs="+",
-            metavar="URL",
-            help=f"{name}s as http://HOST:PORT, or as dns://NAME:PORT for all addresses of a DNS "
-            "name, which the router looks up again every few seconds",
-        )
-        default = getattr(RoutingOptions(), f"{role}_policy")
-        help_text = f"how a {role} instance is chosen: {', '.join(POLICIES)} (default: {default})"
-        parser.add_argument(
-            f"--{role}-policy", choices=list(POLICIES), metavar="NAME", help=help_text
-        )
-    policies = [policy.value for policy in FailurePolicy]
+    for role in Role:
+        _add_role_arguments(parser, role)
     parser.add_argument(
         "--without-prefill",
-        choices=policies,
+        choices=[policy.value for policy in FailurePolicy],
         help="if no prefill instance is available: recompute lets decode instances compute "
         "prompts, fail rejects requests (default: recompute)",
     )
@@ -120,6 +90,50 @@ def add_arguments(parser: Parser) -> None:
         help="send clients the token that the prefill instance has sampled, and let decode "
         "instances continue after it, wherever the answer stays that of one engine",
     )
+    _add_access_arguments(parser)
+    parser.add_argument(
+        "--access-log", action="store_true", default=None, help="log one line per request"
+    )
+    add_log_arguments(parser)
+    add_traces_argument(parser)
+
+
+def _add_role_arguments(parser: Parser, role: Role) -> None:
+    """Add the flags that name the instances of a role, and the policy that chooses among them."""
+    name = _FLAGS[role]
+    parser.add_argument(
+        f"--{name}-hosts",
+        f"--{name}-host",
+        nargs="+",
+        metavar="HOST",
+        help=f"hosts of the {name}s, one per port or one for all ports (default: localhost)",
+    )
+    parser.add_argument(
+        f"--{name}-ports",
+        f"--{name}-port",
+        nargs="+",
+        type=parse_port,
+        metavar="PORT",
+        help="their ports, in the order of the hosts (default, without --config: "
+        f"{_DEFAULT_PORTS[role]})",
+    )
+    parser.add_argument(
+        f"--{name}s",
+        nargs="+",
+        metavar="URL",
+        help=f"{name}s as http://HOST:PORT, or as dns://NAME:PORT for all addresses of a DNS "
+        "name, which the router looks up again every few seconds",
+    )
+    default = getattr(RoutingOptions(), f"{role}_policy")
+    parser.add_argument(
+        f"--{role}-policy",
+        choices=list(POLICIES),
+        metavar="NAME",
+        help=f"how a {role} instance is chosen: {', '.join(POLICIES)} (default: {default})",
+    )
+
+
+def _add_access_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--api-key-file",
         metavar="FILE",
@@ -149,11 +163,6 @@ def add_arguments(parser: Parser) -> None:
         metavar="ORIGIN",
         help="origins of web pages that may call the router from a browser; * for all",
     )
-    parser.add_argument(
-        "--access-log", action="store_true", default=None, help="log one line per request"
-    )
-    add_log_arguments(parser)
-    add_traces_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -164,10 +173,10 @@ def run(arguments: argparse.Namespace) -> int:
     options, made_key = _with_admin_key(router_options(arguments))
     endpoint = find_traces_endpoint("proxy", options.otlp_traces_endpoint, os.environ)
     secret = ClusterSecret.load(os.environ)
-    with _releases(secret) as releases, _tracing(endpoint, options) as tracer:
+    with _side_channel_sender(secret) as sender, _tracing(endpoint, options) as tracer:
         run_router(
             options,
-            lambda: _make_app(options, releases, secret, tracer),
+            lambda: _make_app(options, sender, secret, tracer),
             lambda address: _announce(address, bool(options.access.ssl_certfile), made_key),
         )
     return 0
@@ -175,7 +184,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _make_app(
     options: RouterOptions,
-    side_channels: SideChannelSender,
+    sender: SideChannelSender,
     secret: ClusterSecret,
     tracer: "RouterTracer | None",
 ) -> "RouterApp":
@@ -185,14 +194,12 @@ def _make_app(
 
     return RouterApp(
         options,
-        side_channels,
+        sender,
         push_key=PushTicketKey(secret.key),
         registrar=Registrar(secret.key),
-        make_turn_query=lambda watcher: make_turn_query_by(
-            side_channels.query_turn, watcher.side_channel
-        ),
+        make_turn_query=lambda watcher: make_turn_query_by(sender.query_turn, watcher.side_channel),
         make_failure_query=lambda watcher: make_failure_query_by(
-            side_channels.query_failure, watcher.side_channel
+            sender.query_failure, watcher.side_channel
         ),
         tracer=tracer,
     )
@@ -234,8 +241,8 @@ def router_options(arguments: argparse.Namespace) -> RouterOptions:
         prefillers=instances[Role.PREFILL] if named[Role.PREFILL] else options.prefillers,
         decoders=instances[Role.DECODE] if named[Role.DECODE] else options.decoders,
         services=(*from_file, *from_flags),
-        routing=_overridden(options.routing, arguments),
-        access=_merged(options.access, _access(arguments)),
+        routing=_routing(options.routing, arguments),
+        access=_access(options.access, arguments),
         **_given(arguments, ("host", "port", "access_log", "otlp_traces_endpoint")),
     )
 
@@ -248,26 +255,26 @@ def _members(
     """
     urls = getattr(arguments, f"{_FLAGS[role]}s", None) or ()
     named = tuple(parse_member(role, url) for url in urls)
-    hosts, ports = (
-        getattr(arguments, f"{_FLAGS[role]}_hosts"),
-        getattr(arguments, f"{_FLAGS[role]}_ports"),
-    )
+    hosts = getattr(arguments, f"{_FLAGS[role]}_hosts")
+    ports = getattr(arguments, f"{_FLAGS[role]}_ports")
     if hosts is None and ports is None and (named or not is_default):
         return named
     pairs = pair_instances(role, hosts or ["localhost"], ports or [_DEFAULT_PORTS[role]])
     return (*pairs, *named)
 
 
-def _overridden(routing: RoutingOptions, arguments: argparse.Namespace) -> RoutingOptions:
+def _routing(from_file: RoutingOptions, arguments: argparse.Namespace) -> RoutingOptions:
     names = ("prefill_policy", "decode_policy", "without_prefill", "first_token_from_prefill")
     given = _given(arguments, names)
     if "without_prefill" in given:
         given["without_prefill"] = FailurePolicy(given["without_prefill"])
-    return replace(routing, **given)
+    return replace(from_file, **given)
 
 
-def _access(arguments: argparse.Namespace) -> AccessOptions:
-    return read_access(_given(arguments, (*_ACCESS_FILES, "cors_origins")), _read_key_file)
+def _access(from_file: AccessOptions, arguments: argparse.Namespace) -> AccessOptions:
+    given = read_access(_given(arguments, (*_ACCESS_FILES, "cors_origins")), _read_key_file)
+    values = {field.name: getattr(given, field.name) for field in fields(given)}
+    return replace(from_file, **{name: value for name, value in values.items() if value})
 
 
 def _with_admin_key(options: RouterOptions) -> tuple[RouterOptions, Path | None]:
@@ -280,13 +287,6 @@ def _with_admin_key(options: RouterOptions) -> tuple[RouterOptions, Path | None]
     key = made.decode("ascii", "replace")
     check_key(key, f"the key in {path}")
     return replace(options, access=replace(options.access, admin_key=key)), path
-
-
-def _merged(below: T, above: T) -> T:
-    """Return `below` with every field that is set in `above` replaced by the value in `above`."""
-    values: dict[str, Any] = {entry.name: getattr(above, entry.name) for entry in fields(above)}  # type: ignore[arg-type]
-    merged: T = replace(below, **{name: value for name, value in values.items() if value})  # type: ignore[type-var]
-    return merged
 
 
 def _given(arguments: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
@@ -326,8 +326,9 @@ def _announce(address: Address, is_tls: bool, made_key: Path | None) -> None:
 
 
 @contextmanager
-def _releases(secret: ClusterSecret) -> Iterator[SideChannelSender]:
-    """Start and close the sender with which the router releases tickets on P.
+def _side_channel_sender(secret: ClusterSecret) -> Iterator[SideChannelSender]:
+    """Start and close the sender by which the router releases P's blocks and asks engines for turns
+    and reasons of failures.
 
     The router only connects to engines, so its own side channel listens on the loopback address
     alone.

@@ -1,6 +1,7 @@
 """`kvferry serve` runs one engine with its API; the flags are those of `vllm serve`.
 
-This module is the composition root of an engine.
+This module is the composition root of an engine. It checks all settings before it starts the
+engine's processes, so that a wrong flag is one sentence and not a traceback of another process.
 """
 
 import argparse
@@ -107,24 +108,11 @@ def add_arguments(parser: Parser) -> None:
         help="file with the keys that clients must send, `TENANT KEY` or `KEY` in each line; "
         "routers send the key in their --instance-key-file",
     )
-    _add_model_arguments(parser)
+    _add_compute_arguments(parser)
+    _add_shutdown_arguments(parser)
+    _add_scheduler_arguments(parser)
     _add_cache_arguments(parser)
-    parser.add_argument(
-        "--router",
-        nargs="+",
-        metavar="URL",
-        help="routers to register with while this engine serves",
-    )
-    parser.add_argument(
-        "--router-role",
-        choices=[role.value for role in Role],
-        help="role to register for; required with --router",
-    )
-    parser.add_argument(
-        "--router-url",
-        metavar="URL",
-        help="address at which routers reach this engine (default: the side channel's host)",
-    )
+    _add_router_arguments(parser)
     add_log_arguments(parser)
     add_traces_argument(parser)
     for name in DATA_PARALLEL:
@@ -135,7 +123,7 @@ def add_arguments(parser: Parser) -> None:
         parser.add_unsupported(name, advice="use --tensor-parallel-size to split a model")
 
 
-def _add_model_arguments(parser: Parser) -> None:
+def _add_compute_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
@@ -161,6 +149,9 @@ def _add_model_arguments(parser: Parser) -> None:
         default=DEFAULTS["num_threads"],
         help="torch threads per rank (default: %(default)s)",
     )
+
+
+def _add_shutdown_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--shutdown-timeout",
         type=float,
@@ -176,6 +167,9 @@ def _add_model_arguments(parser: Parser) -> None:
         help="seconds after SIGTERM for requests to finish and for peers to read their blocks; 0: "
         "none (default: %(default)s)",
     )
+
+
+def _add_scheduler_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--seed",
         type=int,
@@ -257,6 +251,25 @@ def _add_cache_arguments(parser: Parser) -> None:
         metavar="SHARE",
         help="share of a GPU's memory that may be in use, by all processes, after the cache is "
         "allocated (default: %(default)s)",
+    )
+
+
+def _add_router_arguments(parser: Parser) -> None:
+    parser.add_argument(
+        "--router",
+        nargs="+",
+        metavar="URL",
+        help="routers to register with while this engine serves",
+    )
+    parser.add_argument(
+        "--router-role",
+        choices=[role.value for role in Role],
+        help="role to register for; required with --router",
+    )
+    parser.add_argument(
+        "--router-url",
+        metavar="URL",
+        help="address at which routers reach this engine (default: the side channel's host)",
     )
 
 
