@@ -39,6 +39,9 @@ class Hub:
     """How many answers are cut."""
     dies_of_cut: bool = False
     """Every request after a cut gets the status 500."""
+    stalls: str = ""
+    """The file of which the server sends one byte and then nothing."""
+    stalled: threading.Event = field(default_factory=threading.Event)
     is_silent: bool = False
     """The server reads requests and never answers."""
     sent: dict[str, int] = field(default_factory=dict)
@@ -120,7 +123,12 @@ class _Handler(BaseHTTPRequestHandler):
                 sent = body[: hub.cut_after]
                 hub.status = 500 if hub.dies_of_cut else 200
             hub.sent[name] = hub.sent.get(name, 0) + len(sent)
+            if name == hub.stalls:
+                sent = sent[:1]
         self._send(206 if start else 200, sent, headers, length=len(body))
+        if self.command == "GET" and name == hub.stalls:
+            hub.stalled.set()
+            hub.closing.wait()
         if len(sent) < len(body):
             self.close_connection = True
             self.connection.shutdown(socket.SHUT_RDWR)

@@ -6,6 +6,7 @@ The client reads its settings when it is imported, so each download is a process
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -120,6 +121,8 @@ def test_a_gated_model_needs_a_token(files: Path, tmp_path: Path) -> None:
 def test_a_private_model_and_a_broken_hub_are_told_apart(files: Path, tmp_path: Path) -> None:
     with Hub.of_folder(NAME, files, status=401).serving() as hub:
         assert "set HF_TOKEN if the model is private" in refusal(fetch(hub, tmp_path))
+        # The hub refuses every request with an expired token, also for public models.
+        assert "that your token" in refusal(fetch(hub, tmp_path, HF_TOKEN="hf_expired"))
         hub.status = 418
         assert "418" in refusal(fetch(hub, tmp_path))
 
@@ -129,6 +132,36 @@ def test_without_a_network_and_offline_the_reason_is_the_cache(tmp_path: Path) -
     assert f"{NAME} cannot be fetched from {nowhere}" in refusal(fetch(nowhere, tmp_path))
     offline = refusal(fetch(nowhere, tmp_path, HF_HUB_OFFLINE="1"))
     assert "HF_HUB_OFFLINE is set; unset it to download the model" in offline
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "sentence"),
+    [
+        ("HF_TOKEN", "hf_ä", "codec can't encode"),
+        ("ALL_PROXY", "socks5://127.0.0.1:9", "Using SOCKS proxy"),
+        ("HF_ENDPOINT", "http://[", "(Invalid IPv6 URL); check HF_ENDPOINT"),
+        ("HF_HOME", "/dev/null", "set HF_HOME to a folder that can be written"),
+    ],
+)
+def test_settings_with_which_the_client_fails_are_one_sentence(
+    variable: str, value: str, sentence: str, tmp_path: Path
+) -> None:
+    result = fetch("http://127.0.0.1:9", tmp_path, **{variable: value})
+    assert sentence in refusal(result)
+    assert "Traceback" not in result.stderr
+
+
+def test_ctrl_c_ends_a_download_at_once(files: Path, tmp_path: Path) -> None:
+    with Hub.of_folder(NAME, files, stalls="model.safetensors").serving() as hub:
+        own = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": hub.url, "HF_HUB_DOWNLOAD_TIMEOUT": "300"}
+        command = [sys.executable, "-m", "kvferry", "serve", NAME, "--port", "0"]
+        with subprocess.Popen(command, env=os.environ | own, cwd=tmp_path) as process:
+            try:
+                assert hub.stalled.wait(60)
+                process.send_signal(signal.SIGINT)
+                assert process.wait(60) == -signal.SIGINT
+            finally:
+                process.kill()
 
 
 def test_an_incomplete_cache_is_not_taken_for_the_model(files: Path, tmp_path: Path) -> None:
@@ -216,6 +249,14 @@ def test_a_folder_is_preferred_to_a_name_on_the_hub(
         find_checkpoint(NAME, "main")
 
 
+def test_home_is_expanded_where_the_shell_does_not(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(files.parent))
+    assert find_checkpoint(f"~/{files.name}") == files
+    assert find_config(f"~/{files.name}") == files / "config.json"
+
+
 @pytest.mark.parametrize(
     "model", ["", "../..", "a/b/c", "a\0b", "~nobody-here/x", "tiny", "./tiny", "/", ".a/b"]
 )
@@ -258,6 +299,24 @@ def test_a_plan_fetches_the_configuration_alone(files: Path, tmp_path: Path) -> 
     assert set(hub.sent) == {"config.json"}
     # The configuration alone is not the model.
     assert f"{NAME} cannot be fetched from {hub.url}" in refusal(fetch(hub, tmp_path))
+
+
+def test_a_plan_of_a_repository_without_a_configuration_says_so(
+    files: Path, tmp_path: Path
+) -> None:
+    hub = Hub.of_folder(NAME, files)
+    del hub.files["config.json"]
+    with hub.serving():
+        result = subprocess.run(
+            [sys.executable, "-m", "kvferry", "plan", NAME],
+            env=os.environ | {"HF_HOME": str(tmp_path), "HF_ENDPOINT": hub.url},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert result.returncode == 2
+    assert f"{NAME} on {hub.url} has no config.json" in result.stderr
 
 
 @pytest.mark.slow

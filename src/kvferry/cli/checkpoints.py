@@ -11,15 +11,20 @@ The import of huggingface_hub takes half a second, so functions that fetch a nam
 import errno
 import re
 import shutil
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvferry import engine
 from kvferry.cli.extras import check_extra
 from kvferry.config.fields import shown
 from kvferry.engine.model.config import read_json_object, read_model_config
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, KVFerryError
+
+if TYPE_CHECKING:
+    from huggingface_hub.errors import HfHubHTTPError
 
 __all__ = [
     "DEFAULT_MODEL",
@@ -64,7 +69,7 @@ def find_checkpoint(model: str, revision: str | None = None) -> Path:
         with _explained_path(model):
             return _folder(model, revision)
     check_extra(f"the model {model}", "engine", ["huggingface_hub"])
-    with _explained(model, revision):
+    with _explained(model, revision), _ended_by_interrupt():
         return _fetch(model, revision)
 
 
@@ -77,7 +82,7 @@ def find_config(model: str, revision: str | None = None) -> Path:
                 return path
             return _folder(model, revision) / CONFIG
     check_extra(f"the model {model}", "engine", ["huggingface_hub"])
-    with _explained(model, revision):
+    with _explained(model, revision), _ended_by_interrupt():
         return _fetch_config(model, revision)
 
 
@@ -217,18 +222,41 @@ def _check_files(model: str, names: dict[str, int]) -> None:
 
 
 @contextmanager
+def _ended_by_interrupt() -> Iterator[None]:
+    """Let Ctrl-C end the process at once; the next start continues the download.
+
+    KeyboardInterrupt would wait for the threads of the client, each of which first completes its
+    file.
+    """
+    # Another handler is kept: a process in the background ignores the signal.
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
 def _explained(model: str, revision: str | None) -> Iterator[None]:
     """Turn the errors of huggingface_hub into one sentence each."""
-    from huggingface_hub import constants
-    from huggingface_hub.errors import (  # type: ignore[attr-defined]
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        HTTPError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    try:
+        from huggingface_hub import constants
+        from huggingface_hub.errors import (
+            GatedRepoError,
+            HfHubHTTPError,
+            HFValidationError,
+            LocalEntryNotFoundError,
+            RevisionNotFoundError,
+        )
+    # The client reads its variables when it is imported.
+    except ValueError as error:
+        raise ConfigError(
+            f"a variable of the Hugging Face client cannot be used ({_reason(error)}); check "
+            "HF_ENDPOINT and the variables that begin with HF_HUB_"
+        ) from error
 
     hub = constants.ENDPOINT
     try:
@@ -255,25 +283,58 @@ def _explained(model: str, revision: str | None) -> Iterator[None]:
             f"{model} is not complete in the cache {constants.HF_HUB_CACHE}, and {why}"
         ) from None
     except HfHubHTTPError as error:
-        status = error.response.status_code
-        if isinstance(error, RepositoryNotFoundError) or status in (401, 403):
-            raise ConfigError(
-                f"{model} is neither a folder nor a model on {hub} that you may read; check the "
-                "name, and set HF_TOKEN if the model is private"
-            ) from None
-        raise ConfigError(
-            f"{model} cannot be fetched: {hub} answered with status {status}; try again later"
-        ) from None
-    except (HTTPError, OSError) as error:
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            raise ConfigError(
-                f"the disk of {constants.HF_HUB_CACHE} is full; free some space and start again: "
-                "the download then continues"
-            ) from None
-        raise ConfigError(
-            f"{model} cannot be fetched from {hub} ({_reason(error)}); check the network and start "
-            "again: a download then continues"
-        ) from None
+        raise _refused(model, error) from None
+    except KVFerryError:
+        raise
+    # The client raises errors that share no class: its own, those of httpx, of its Rust extension,
+    # and of Python, for example if HF_TOKEN is not ASCII or a SOCKS proxy needs a missing package.
+    except Exception as error:
+        raise _failed(model, error) from error
+
+
+def _refused(model: str, error: "HfHubHTTPError") -> ConfigError:
+    """Explain an answer of the hub that is no success."""
+    from huggingface_hub import constants, get_token
+    from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
+
+    hub, status = constants.ENDPOINT, error.response.status_code
+    if isinstance(error, EntryNotFoundError):
+        return ConfigError(f"{model} on {hub} has no {CONFIG}; name a model that has one")
+    if isinstance(error, RepositoryNotFoundError) or status in (401, 403):
+        token = (
+            "that your token (HF_TOKEN, or of `hf auth login`) is valid and may read the model"
+            if get_token()
+            else "set HF_TOKEN if the model is private"
+        )
+        return ConfigError(
+            f"{model} is neither a folder nor a model on {hub} that you may read; check the name, "
+            f"and {token}"
+        )
+    return ConfigError(
+        f"{model} cannot be fetched: {hub} answered with status {status}; try again later"
+    )
+
+
+def _failed(model: str, error: Exception) -> ConfigError:
+    """Explain a download that failed on this machine or on the way to the hub."""
+    from huggingface_hub import constants
+
+    cache, reason = constants.HF_HUB_CACHE, _reason(error)
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return ConfigError(
+            f"the disk of {cache} is full; free some space and start again: the download then "
+            "continues"
+        )
+    if isinstance(error, OSError) and error.filename is not None:
+        return ConfigError(
+            f"{model} cannot be stored in the cache {cache} ({reason}); set HF_HOME to a folder "
+            "that can be written"
+        )
+    return ConfigError(
+        f"{model} cannot be fetched from {constants.ENDPOINT} ({reason}); check the network, "
+        "HF_TOKEN, HF_ENDPOINT and the variables of proxies, and start again: a download then "
+        "continues"
+    )
 
 
 def _reason(error: BaseException) -> str:
