@@ -124,6 +124,44 @@ def test_a_child_says_where_it_listens_and_is_gone_after_close(group: ProcessGro
     child.close()
 
 
+@dataclass
+class InterruptedProcess:
+    """A process; Ctrl-C arrives when its log is about to be read."""
+
+    process: subprocess.Popen[bytes]
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def stdout(self) -> None:
+        raise KeyboardInterrupt
+
+    def poll(self) -> int | None:
+        return self.process.poll()
+
+    def wait(self, timeout: float | None = None) -> int:
+        return self.process.wait(timeout)
+
+    def send_signal(self, sig: int) -> None:
+        self.process.send_signal(sig)
+
+    def kill(self) -> None:
+        self.process.kill()
+
+
+def test_a_child_whose_start_was_interrupted_is_stopped(group: ProcessGroup) -> None:
+    with subprocess.Popen(stub("silent")) as process:
+        child = ChildProcess(
+            "stub", stub("silent"), os.environ, start=lambda *_: InterruptedProcess(process)
+        )
+        with pytest.raises(KeyboardInterrupt):
+            child.start(group.id)
+        child.close()
+        assert process.returncode == -signal.SIGTERM
+
+
 def test_a_child_that_fails_is_reported_with_its_exit_code_and_last_words(
     group: ProcessGroup,
 ) -> None:

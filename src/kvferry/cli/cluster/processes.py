@@ -166,7 +166,7 @@ class ChildProcess:
         self._reader: threading.Thread | None = None
         self._announcements = -1
         self._address = address
-        self._log_file = log_file
+        self.log_file = log_file
         self._log: deque[str] = deque(maxlen=_LOG_LINES)
         self._was_signaled = False
 
@@ -276,11 +276,13 @@ class ChildProcess:
                 self._process.kill()
                 self._process.wait(_REAP_S)
         self._process = None
-        os.close(self._announcements)
+        # Ctrl-C may have interrupted `start` before the pipe and the reader existed.
+        if self._announcements >= 0:
+            os.close(self._announcements)
         # Children of the process may hold the pipe a little longer. The reaper stops those
         # children, and then the reader thread ends too.
-        assert self._reader is not None
-        self._reader.join(_LOG_DRAIN_S)
+        if self._reader is not None:
+            self._reader.join(_LOG_DRAIN_S)
 
     def _send_signal(self, number: signal.Signals) -> None:
         # Read the attribute once: a signal handler may call this method while `close` clears it.
@@ -312,7 +314,7 @@ class ChildProcess:
             self._reader.join(_LOG_DRAIN_S)
 
     def _read_log(self, stream: IO[bytes]) -> None:
-        with stream, open(self._log_file or os.devnull, "wb", buffering=0) as file:
+        with stream, open(self.log_file or os.devnull, "wb", buffering=0) as file:
             while line := stream.readline(_LINE_BYTES):
                 text = line.decode(errors="replace").rstrip()
                 self._log.append(text)
