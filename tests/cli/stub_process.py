@@ -37,7 +37,11 @@ class Answers(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
-        self._send(200, '{"choices": [{"text": "hello"}], "usage": {"completion_tokens": 1}}')
+        answer = '"text": "hello"'
+        if self.path == "/v1/chat/completions":
+            # The tokens ended while the model was reasoning.
+            answer = '"message": {"content": null, "reasoning": "Hm."}'
+        self._send(200, f'{{"choices": [{{{answer}}}], "usage": {{"completion_tokens": 1}}}}')
 
     def _send(self, status: int, text: str) -> None:
         self.send_response(status)

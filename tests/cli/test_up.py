@@ -134,6 +134,14 @@ def test_a_port_that_is_taken_is_one_sentence_and_exit_code_2(
     )
 
 
+def test_a_temporary_directory_that_cannot_be_written_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/proc")
+    assert main(["up", "--port", "0"]) == 2
+    assert "no file can be written to /proc/kvferry-up-" in capsys.readouterr().err
+
+
 # -- reading instances over HTTP --
 
 
@@ -146,6 +154,7 @@ def test_a_completion_and_what_the_transports_carried_are_read_over_http(tmp_pat
         assert address is not None
         assert is_healthy(address)
         assert complete(address, {"prompt": "x"}, timeout_s=10) == Completion("hello", 1)
+        assert complete(address, {"messages": []}, timeout_s=10) == Completion("Hm.", 1)
         assert read_transport_totals(address) == [
             TransportTotals("shm", transfers=2, total_bytes=3145728, seconds=0.5)
         ]

@@ -5,6 +5,7 @@ operator reads when something is wrong.
 import json
 import os
 import re
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -112,6 +113,21 @@ def test_servers_have_different_ports_and_kvferrys_connector(tmp_path: Path) -> 
     }
 
 
+def test_the_key_of_servers_that_the_router_does_not_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match="VLLM_API_KEY is set, but the router reaches"):
+        placed(VllmFleet("org/m"), CPU, VLLM_API_KEY="secret")
+
+
+def test_a_checkpoint_in_the_layout_of_mistral_is_a_model(tmp_path: Path) -> None:
+    (tmp_path / "params.json").write_text("{}")
+    assert VllmFleet(str(tmp_path)).model_name == tmp_path.name
+
+
+@pytest.mark.parametrize("model", ["s3://bucket/" + 300 * "x", "gpt2", "org/m:Q4_K_M"])
+def test_names_that_vllm_knows_are_left_to_vllm(model: str) -> None:
+    assert VllmFleet(model).model_name == model
+
+
 # -- log lines --
 
 
@@ -186,6 +202,15 @@ def test_an_interpreter_whose_torch_fails_is_an_error_with_the_cause(tmp_path: P
         probe_vllm(interpreter(tmp_path, "lacks-torch"), None)
 
 
+def test_a_folder_that_has_the_name_of_a_package_is_no_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "vllm").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="has no vllm"):
+        probe_vllm(Path(sys.executable), None)
+
+
 def test_lines_that_packages_print_are_not_the_answer(tmp_path: Path) -> None:
     assert probe_vllm(interpreter(tmp_path, "talks"), None).gpus == ()
 
@@ -205,7 +230,7 @@ def test_a_server_that_dies_at_start_is_named_with_its_log_and_what_to_do(
     shown = capfd.readouterr()
     # Both servers die; the one that is noticed first is named.
     [name] = re.findall(r"^kvferry: (\S+) exited with code 1; ", shown.err)
-    assert f"last lines of {name}:" in shown.out
+    assert f"last lines of {name}, all in {logs / name}.log:" in shown.out
     assert "Engine core initialization failed" in shown.out
     assert "; OutOfMemoryError: CUDA out of memory." in shown.err
     assert "start fewer servers" in shown.err
@@ -216,15 +241,29 @@ def test_a_server_that_dies_at_start_is_named_with_its_log_and_what_to_do(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--vllm", "/nonexistent"], "--vllm /nonexistent has no config.json"),
+        (["--vllm", "/nonexistent"], '--vllm "/nonexistent" has no config.json'),
         (["--vllm", "m", "--model", "."], "leave --model and --device out"),
         (["--decode-tp", "2"], "--decode-tp needs --vllm MODEL"),
         (["--revision", "v1"], "--revision needs --model OWNER/NAME"),
         (["--vllm", "m", "--revision", "v1"], "write `-- --revision NAME`"),
         (["--", "--enforce-eager"], "flags after `--` needs --vllm MODEL"),
         (["--vllm", "m", "--vllm-python", "/nonexistent"], "cannot be run as a Python interpreter"),
-        (["--vllm", "m", "--prefill", "0"], "--prefill must be at least 1"),
-        (["--vllm", "m", "--decode-tp", "0"], "--decode-tp must be at least 1, got 0"),
+        (["--vllm", "m", "--prefill", "0"], "--prefill: must be a whole number from 1 to 256"),
+        (["--decode", "1000000000"], "--decode: must be a whole number from 1 to 256"),
+        (["--vllm", "m", "--decode-tp", "0"], "--decode-tp: must be a whole number from 1 to 256"),
+        (["--vllm", 300 * "x"], "cannot be read (File name too long)"),
+        (["--vllm", "org/" + 300 * "x"], "is neither a folder nor a name that the hub allows"),
+        (["--vllm", "a\0b"], "is neither a folder nor a name that the hub allows"),
+        (["--vllm", ""], "--vllm is empty"),
+        (["--vllm=~no-such-user/m"], "is not a path (the user has no home directory)"),
+        (["--vllm", "m", "--vllm-python=~no-such-user/p"], "the user has no home directory"),
+        (["--vllm", "m", "--log-dir", ""], "is not a path (an empty path"),
+        (["org/m"], "org/m is an unexpected argument of `kvferry up`; name a model with --model"),
+        (["--vllm", "m", "--max-model-len", "9"], "with --vllm, flags for vLLM go after `--`"),
+        (["--vllm", "m", "--", "--port", "9"], "--port cannot be given after `--`: each server"),
+        (["--vllm", "m", "--", "--api_key=x"], "--api-key cannot be given after `--`: the router"),
+        (["--vllm", "m", "--", "-tp", "2"], "-tp cannot be given after `--`: --prefill-tp and"),
+        (["--vllm", "m", "--", "--kv-transfer-config.kv_role", "x"], "choose the connector"),
     ],
 )
 def test_arguments_that_cannot_be_meant_are_one_sentence(
@@ -232,6 +271,26 @@ def test_arguments_that_cannot_be_meant_are_one_sentence(
 ) -> None:
     assert main(["up", "--port", "0", *arguments]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_a_log_file_that_cannot_be_written_is_named_before_a_server_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "logs" / "decode-0.log").mkdir(parents=True)
+    arguments = ["--vllm", "org/m", "--vllm-python", str(interpreter(tmp_path, "dies"))]
+    assert main(["up", "--port", "0", *arguments, "--log-dir", str(tmp_path / "logs")]) == 2
+    assert f"no file can be written to {tmp_path}/logs (Is a directory)" in capsys.readouterr().err
+
+
+def test_home_is_expanded_where_the_shell_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    words = ["--vllm=~/m", "--vllm-python=~/python", "--log-dir=~/logs"]
+    arguments = make_parser("up").parse(words)
+    assert arguments.vllm == str(tmp_path / "m")
+    assert arguments.vllm_python == tmp_path / "python"
+    assert arguments.log_dir == tmp_path / "logs"
 
 
 def test_the_documented_command_is_understood() -> None:

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from kvferry.config import kind_of_setting
@@ -29,9 +30,13 @@ __all__ = [
     "Parser",
     "TransferArguments",
     "dashed",
+    "parse_count",
     "parse_device",
+    "parse_model",
+    "parse_path",
     "parse_port",
     "parse_size",
+    "show_argument",
     "split_transfer_arguments",
 ]
 
@@ -56,6 +61,8 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser that raises instead of exiting and never accepts an abbreviated flag."""
 
     def __init__(self, prog: str, description: str, examples: str = "") -> None:
+        self.unknown_advice = ""
+        """Added to the error message for an unknown flag."""
         self._flags: list[str] = []
         self._unsupported: dict[tuple[str, str], str] = {}
         super().__init__(
@@ -106,6 +113,7 @@ class Parser(argparse.ArgumentParser):
                 guess = nearest(word, self._flags, f"`{self.prog} --help`")
                 raise ConfigError(
                     f"{show_argument(word)} is not an argument of `{self.prog}`; {guess}"
+                    f"{self.unknown_advice}"
                 )
             raise ConfigError(
                 f"{show_argument(word)} is an unexpected argument of `{self.prog}`; remove it"
@@ -173,6 +181,8 @@ KINDS = {
     "parse_port": "port",
     "Path": "folder",
     "parse_backend": "name",
+    "parse_count": "number",
+    "parse_path": "path",
 }
 
 
@@ -407,6 +417,34 @@ def parse_size(text: str) -> int:
             f"{text!a} is not a whole number; write it like 4096, 8k or 1G"
         )
     return int(size)
+
+
+MAX_COUNT = 256
+
+
+def parse_count(text: str) -> int:
+    """For argparse: parse a number of processes to start; a typo must not start a million."""
+    if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= MAX_COUNT:
+        raise argparse.ArgumentTypeError(
+            f"must be a whole number from 1 to {MAX_COUNT}, got {text[:80]!a}"
+        )
+    return int(text)
+
+
+def parse_path(text: str) -> Path:
+    """For argparse: parse a path and expand `~`: the shell does so only at the start of a word."""
+    try:
+        if text and "\0" not in text:
+            return Path(text).expanduser()
+        reason = "an empty path or a NUL character"
+    except RuntimeError:
+        reason = "the user has no home directory"
+    raise argparse.ArgumentTypeError(f"{shown(text)} is not a path ({reason})")
+
+
+def parse_model(text: str) -> str:
+    """For argparse: parse a folder, with `~` expanded, or a name on the hub."""
+    return str(parse_path(text)) if text.startswith("~") else text
 
 
 def parse_port(text: str) -> int:

@@ -17,7 +17,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvferry.cli.arguments import Parser, parse_device, parse_port
+from kvferry.cli.arguments import (
+    Parser,
+    parse_count,
+    parse_device,
+    parse_model,
+    parse_path,
+    parse_port,
+    show_argument,
+)
 from kvferry.cli.checkpoints import find_checkpoint, has_chat_template, is_hub_name
 from kvferry.cli.cluster.addresses import check_listenable, curl_command
 from kvferry.cli.cluster.http_client import (
@@ -86,13 +94,17 @@ POLL_INTERVAL_S = 0.25
 def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--prefill",
-        type=int,
+        type=parse_count,
         default=1,
         metavar="N",
         help="prefill instances (default: %(default)s)",
     )
     parser.add_argument(
-        "--decode", type=int, default=1, metavar="M", help="decode instances (default: %(default)s)"
+        "--decode",
+        type=parse_count,
+        default=1,
+        metavar="M",
+        help="decode instances (default: %(default)s)",
     )
     parser.add_argument(
         "--model",
@@ -116,7 +128,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--tensor-parallel-size",
-        type=int,
+        type=parse_count,
         default=1,
         metavar="K",
         help="tensor-parallel ranks of each engine (default: %(default)s)",
@@ -140,21 +152,24 @@ def add_arguments(parser: Parser) -> None:
 
 
 def _add_vllm_arguments(parser: Parser) -> None:
+    parser.unknown_advice = "; with --vllm, flags for vLLM go after `--`"
     parser.add_argument(
         "--vllm",
+        type=parse_model,
         metavar="MODEL",
         help="run real vLLM servers with this model, a folder or a name of the hub, instead of "
         "embedded engines",
     )
     parser.add_argument(
         "--vllm-python",
+        type=parse_path,
         metavar="PATH",
         help="interpreter with vLLM and kvferry installed (default: this one)",
     )
     for role in ("prefill", "decode"):
         parser.add_argument(
             f"--{role}-tp",
-            type=int,
+            type=parse_count,
             metavar="K",
             help=f"with --vllm: tensor-parallel ranks of {role} servers (default: "
             "--tensor-parallel-size)",
@@ -166,7 +181,7 @@ def _add_vllm_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--log-dir",
-        type=Path,
+        type=parse_path,
         metavar="DIR",
         help="with --vllm: folder for one log file per server (default: a new one in the temporary "
         "directory; it stays)",
@@ -194,7 +209,8 @@ def run(arguments: argparse.Namespace) -> int:
         check_listenable(Address(LOOPBACK, options.port))
     vllm = _vllm_servers(options, arguments)
     if vllm is not None:
-        options = replace(options, model=Path(arguments.vllm), model_name=vllm.model_name)
+        fleet = vllm.fleet
+        options = replace(options, model=fleet.directory, model_name=fleet.model_name)
     else:
         if arguments.model is not None:
             folder = find_checkpoint(arguments.model, arguments.revision)
@@ -223,6 +239,12 @@ def _check_vllm_arguments(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             "--revision needs --model OWNER/NAME; with --vllm, write `-- --revision NAME`"
         )
+    flags = arguments.vllm_flags
+    if flags and not flags[0].startswith("-"):
+        raise ConfigError(
+            f"{show_argument(flags[0])} is an unexpected argument of `kvferry up`; name a model "
+            "with --model, or with --vllm for real vLLM servers"
+        )
     given = [name for name in _VLLM_ONLY if getattr(arguments, name) not in (None, [])]
     if arguments.vllm is None and given:
         name = "flags after `--`" if given[0] == "vllm_flags" else f"--{given[0].replace('_', '-')}"
@@ -237,7 +259,7 @@ def _check_vllm_arguments(arguments: argparse.Namespace) -> None:
 class _VllmServers:
     """The vLLM servers to start, and what clients and operators need to know of them."""
 
-    model_name: str
+    fleet: VllmFleet
     servers: Sequence[VllmProcess]
     logs: Path
 
@@ -260,21 +282,31 @@ def _vllm_servers(options: UpOptions, arguments: argparse.Namespace) -> _VllmSer
         flags=tuple(arguments.vllm_flags),
     )
     # Not resolved: the interpreter of a virtual environment is a link.
-    python = Path(arguments.vllm_python or sys.executable).expanduser().absolute()
+    python = Path(arguments.vllm_python or sys.executable).absolute()
     machine = probe_vllm(python, os.environ.get("CUDA_VISIBLE_DEVICES"))
     servers = place_servers(fleet, machine, python, os.environ)
-    logs = arguments.log_dir or Path(tempfile.mkdtemp(prefix="kvferry-up-logs-"))
-    try:
+    logs = arguments.log_dir
+    with _explained_writes("--log-dir" if logs else "TMPDIR", logs or "the temporary directory"):
+        logs = logs or Path(tempfile.mkdtemp(prefix="kvferry-up-logs-"))
         logs.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=logs).close()
-    except OSError as error:
-        raise ConfigError(
-            f"no file can be written to --log-dir {logs} ({error.strerror})"
-        ) from error
+        for server in servers:
+            (logs / f"{server.name}.log").open("ab").close()
     for server in servers:
         _print(f"{server.name}: {server.place}")
     _print(f"logs: {logs}")
-    return _VllmServers(fleet.model_name, servers, logs)
+    return _VllmServers(fleet, servers, logs)
+
+
+@contextmanager
+def _explained_writes(setting: str, folder: Path | str) -> Iterator[None]:
+    """Turn an error of the file system, such as a full disk, into one sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"no file can be written to {folder} ({error.strerror}); set {setting} to another "
+            "folder, or free some space"
+        ) from error
 
 
 @contextmanager
@@ -286,13 +318,15 @@ def _cluster(
     The reaper gets the name of the directory before the directory exists, so at no moment can a
     kill leave the directory behind.
     """
-    directory = Path(tempfile.gettempdir()) / f"kvferry-up-{secrets.token_hex(8)}"
+    with _explained_writes("TMPDIR", "the temporary directory"):
+        directory = Path(tempfile.gettempdir()) / f"kvferry-up-{secrets.token_hex(8)}"
     with ProcessGroup(directory) as group:
-        directory.mkdir(mode=0o700)
         secret_file, key_file = directory / "secret", directory / "admin-key"
-        for file in (secret_file, key_file):
-            file.touch(mode=0o600)
-            file.write_text(secrets.token_hex(32))
+        with _explained_writes("TMPDIR", directory):
+            directory.mkdir(mode=0o700)
+            for file in (secret_file, key_file):
+                file.touch(mode=0o600)
+                file.write_text(secrets.token_hex(32))
         launch = LocalLaunch(options, key_file)
         environment = child_environment(
             {**os.environ, **log_settings(arguments).environment}, secret_file

@@ -73,12 +73,19 @@ def complete(address: Address, request: dict[str, Any], timeout_s: float) -> Com
         answer = json.loads(body)
         if status == 200:
             choice = answer["choices"][0]
-            text = choice["message"]["content"] if "message" in choice else choice["text"]
-            return Completion(str(text), int(answer["usage"]["completion_tokens"]))
+            return Completion(_text(choice), int(answer["usage"]["completion_tokens"]))
         reason = answer["error"]["message"]
     except (ValueError, LookupError, TypeError):
         reason = body[:500].decode(errors="replace")
     raise TransportError(f"{address} answered the sample request with status {status}: {reason}")
+
+
+def _text(choice: dict[str, Any]) -> str:
+    """Return the text of an answer; a model that reasons may end before it has answered."""
+    if "message" not in choice:
+        return str(choice["text"])
+    message = choice["message"]
+    return str(message["content"] or message.get("reasoning") or "")
 
 
 def read_transport_totals(address: Address) -> list[TransportTotals]:

@@ -57,7 +57,13 @@ class VllmCluster(LocalCluster):
 
     def last_log_lines(self) -> list[tuple[str, list[str]]]:
         ended = [child for child in self._children if child.has_failed]
-        return [(child.name, child.tail(_TAIL_LINES)) for child in ended or self._children]
+        return [
+            (
+                f"{child.name}, all in {child.log_file}" if child.log_file else child.name,
+                child.tail(_TAIL_LINES),
+            )
+            for child in ended or self._children
+        ]
 
     def _wait_ready(self, children: list[ChildProcess], view: "StartupView") -> list[Address]:
         try:

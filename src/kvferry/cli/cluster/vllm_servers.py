@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvferry.config.fields import shown
 from kvferry.errors import ConfigError, KVFerryError
 from kvferry.host_memory import available_bytes
 from kvferry.types import Address
@@ -111,7 +112,9 @@ class Machine:
 
 _PROBE = """\
 import importlib.util as util, json
-found = {name: util.find_spec(name) is not None for name in ("vllm", "kvferry")}
+specs = {name: util.find_spec(name) for name in ("vllm", "kvferry")}
+# A folder of that name in the working directory is no package: it has no origin.
+found = {name: bool(spec and spec.origin) for name, spec in specs.items()}
 if all(found.values()):
     import torch
     found["gpus"] = torch.cuda.device_count()
@@ -130,10 +133,15 @@ def probe_vllm(python: Path, visible_devices: str | None) -> Machine:
         done = subprocess.run(
             [str(python), "-c", _PROBE], capture_output=True, timeout=PROBE_S, check=False
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except OSError as error:
         raise ConfigError(
-            f"--vllm-python {python} cannot be run as a Python interpreter ({error}); {advised}"
+            f"--vllm-python {shown(str(python))} cannot be run as a Python interpreter "
+            f"({error.strerror}); {advised}"
         ) from error
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"--vllm-python {python} did not report its packages within {PROBE_S:g} s; {advised}"
+        ) from None
     try:
         # Packages may print lines of their own while they are imported.
         found = json.loads(_last_line(done.stdout))
@@ -160,6 +168,32 @@ def _last_line(output: bytes) -> str:
 # -- a fleet --
 
 
+_CONFIGS = ("config.json", "params.json")
+"""The configuration of a checkpoint in the layout of Hugging Face, and of Mistral."""
+MAX_HUB_NAME_CHARS = 193
+"""An owner and a name of at most 96 characters each."""
+_NO_KEYS = "the router reaches the servers on loopback by plain HTTP and without a key"
+_ONE_SERVER = "--prefill and --decode say how many servers are started"
+_RANKS = "--prefill-tp and --decode-tp say how many GPUs each server gets"
+_REFUSED_FLAGS = {
+    "--model": "--vllm names the model",
+    "--served-model-name": "clients use the name of the model or of its folder",
+    "--host": "all servers listen on loopback",
+    "--port": "each server gets a free port, and --port is the router's",
+    "--kv-transfer-config": "--mode, --connector and --transports choose the connector",
+    "--tensor-parallel-size": _RANKS,
+    "-tp": _RANKS,
+    "--pipeline-parallel-size": _RANKS,
+    "-pp": _RANKS,
+    "--data-parallel-size": _ONE_SERVER,
+    "-dp": _ONE_SERVER,
+    "--api-key": _NO_KEYS,
+    "--ssl-keyfile": _NO_KEYS,
+    "--ssl-certfile": _NO_KEYS,
+    "--uds": _NO_KEYS,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class VllmFleet:
     """The options of a fleet of vLLM servers."""
@@ -179,18 +213,43 @@ class VllmFleet:
         for flag, value in (("--prefill-tp", self.prefill_tp), ("--decode-tp", self.decode_tp)):
             if value < 1:
                 raise ConfigError(f"{flag} must be at least 1, got {value}")
+        self._check_flags()
+        self._check_model()
+
+    def _check_flags(self) -> None:
+        """Refuse flags that contradict those of `kvferry up`: the start would fail, or the router
+        would not reach the servers.
+        """
+        for flag in self.flags:
+            name = re.split(r"[.=]", flag, maxsplit=1)[0]
+            if name in _REFUSED_FLAGS:
+                raise ConfigError(f"{name} cannot be given after `--`: {_REFUSED_FLAGS[name]}")
+
+    def _check_model(self) -> None:
+        advised = (
+            "name a folder with a checkpoint in the layout of Hugging Face, or a model of the hub "
+            "such as Qwen/Qwen3-0.6B"
+        )
         looks_like_path = self.model.startswith(("/", ".", "~")) or self.model.endswith("/")
-        if (looks_like_path or self.directory.exists()) and not (
-            self.directory / "config.json"
-        ).is_file():
+        try:
+            is_path = looks_like_path or self.directory.exists()
+            has_config = any((self.directory / name).is_file() for name in _CONFIGS)
+        except OSError as error:
             raise ConfigError(
-                f"--vllm {self.model} has no config.json; name a folder with a checkpoint in the "
-                "layout of Hugging Face, or a model of the hub such as Qwen/Qwen3-0.6B"
+                f"--vllm {shown(self.model)} cannot be read ({error.strerror}); {advised}"
+            ) from None
+        if is_path and not has_config:
+            raise ConfigError(f"--vllm {shown(self.model)} has no config.json; {advised}")
+        is_name = len(self.model) <= MAX_HUB_NAME_CHARS or "://" in self.model
+        if "\0" in self.model or not (is_path or is_name):
+            raise ConfigError(
+                f"--vllm {shown(self.model)} is neither a folder nor a name that the hub allows; "
+                f"{advised}"
             )
 
     @property
     def directory(self) -> Path:
-        return Path(self.model).expanduser()
+        return Path(self.model)
 
     @property
     def model_name(self) -> str:
@@ -246,6 +305,8 @@ def place_servers(
     Raises ConfigError if the fleet does not fit onto the GPUs. Variables and flags of the operator
     override ours.
     """
+    if environ.get("VLLM_API_KEY"):
+        raise ConfigError(f"VLLM_API_KEY is set, but {_NO_KEYS}; unset it")
     sizes = fleet.tp_sizes
     places = (
         _on_gpus(sizes, machine.gpus) if machine.gpus else _on_cores(list(sizes.values()), machine)
