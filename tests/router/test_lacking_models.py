@@ -25,7 +25,7 @@ from kvferry.types import FailurePolicy
 ADAPTER = {"model": "adapter", "prompt": "hello", "max_tokens": 4}
 BASE = {**ADAPTER, "model": "base"}
 FULL = answers(503, '{"error":{"message":"full"}}')
-RECOMPUTE = {"without_prefill": FailurePolicy.RECOMPUTE}
+RECOMPUTE: dict[str, Any] = {"without_prefill": FailurePolicy.RECOMPUTE}
 
 
 def only_base(behaviour: Behaviour) -> Behaviour:

@@ -90,3 +90,7 @@ async def check_loading(router: Engine, d: Engine, adapter: Path, admin_key: str
         assert (await change("unload", as_admin))[0] == 200
         assert (await ask(session, router, prompt, model="late")).status == 404
         assert (await change("unload", as_admin))[0] == 404
+        # P lacks the adapter, as an instance does that joins after the adapter was loaded.
+        async with session.post(f"{d.url}/v1/load_lora_adapter", json=named) as loaded:
+            assert loaded.status == 200
+        assert await ask(session, router, prompt, model="late") == answer
