@@ -55,7 +55,7 @@ def as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
     return found
 
 
-def test_the_known_table_of_llama_70b_comes_out_exactly(
+def test_the_published_table_of_llama_70b_is_reproduced_exactly(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = printed(capsys, str(model))
@@ -63,7 +63,7 @@ def test_the_known_table_of_llama_70b_comes_out_exactly(
     assert "Per token = 80 × 2 × 8 × 128 × 2 = 327,680 bytes ≈ 320 KB" in text
 
 
-def test_it_is_the_same_for_a_folder_a_file_and_sizes_by_hand(
+def test_a_folder_a_file_and_size_flags_give_the_same_plan(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts = [
@@ -254,7 +254,7 @@ def test_the_block_size_grows_until_a_segment_is_worth_its_cost(
         ),
     ],
 )
-def test_what_cannot_be_planned_is_one_sentence_with_a_fix(
+def test_a_model_that_cannot_be_planned_is_refused_in_one_sentence_with_a_fix(
     arguments: list[str], sentence: str, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (model / "notes.txt").write_text("no JSON")
@@ -270,7 +270,7 @@ def test_what_cannot_be_planned_is_one_sentence_with_a_fix(
     assert sentence in captured.err
 
 
-def test_heads_that_no_second_rank_can_share_leave_out_what_was_not_asked_for(
+def test_the_other_side_has_the_same_tp_by_default_if_twice_the_tp_cannot_divide_the_heads(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     found = as_json(capsys, "--layers", "2", "--kv-heads", "5", "--head-dim", "64")
@@ -366,7 +366,7 @@ def test_measured_speeds_give_the_number_of_tokens(
         ("--tier-gib", "0"),
     ],
 )
-def test_a_tier_that_cannot_be_planned_is_one_sentence(
+def test_a_tier_that_cannot_be_planned_is_refused_in_one_sentence(
     model: Path, flag: str, value: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", str(model), flag, value]) == 2

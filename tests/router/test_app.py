@@ -1,3 +1,5 @@
+"""Tests the router's pages, and its answers to unknown paths, large bodies and malformed HTTP."""
+
 import asyncio
 import json
 from typing import Any
@@ -96,7 +98,7 @@ def test_models_are_those_of_a_decode_instance() -> None:
     uvloop.run(scene())
 
 
-def test_models_are_asked_of_another_when_one_takes_no_requests() -> None:
+def test_models_are_asked_of_another_d_when_one_refuses_requests() -> None:
     async def scene() -> None:
         async with stage(prefills, [answers(503, "{}"), answers(200, '{"data":[]}')]) as s:
             async with s.session.get(f"{s.url}/v1/models") as answer:
@@ -117,7 +119,7 @@ def test_models_are_asked_of_another_when_one_takes_no_requests() -> None:
         ("POST", "/v1/unknown", 404),
     ],
 )
-def test_what_is_not_there_is_a_json_error(method: str, path: str, status: int) -> None:
+def test_an_unknown_path_or_method_is_a_json_error(method: str, path: str, status: int) -> None:
     async def scene() -> None:
         async with (
             stage(prefills, completes) as s,
@@ -278,7 +280,7 @@ GOOD = json.dumps(ONE).encode()
         b"",
     ],
 )
-def test_bytes_that_are_hardly_http_disturb_nobody(sent: bytes) -> None:
+def test_after_malformed_bytes_other_clients_are_served(sent: bytes) -> None:
     async def scene() -> None:
         async with stage(prefills, completes) as s:
             answer = await raw_exchange(s, sent)
@@ -313,7 +315,7 @@ def test_an_upload_that_stalls_is_a_408() -> None:
     uvloop.run(scene())
 
 
-def test_any_body_at_all_gets_an_answer() -> None:
+def test_any_body_gets_an_answer_or_a_400() -> None:
     """Each Hypothesis example is a batch of bodies for one router."""
     event = b'data: {"id":"d","choices":[{"text":"hello"}]}\n\n'
 
@@ -348,7 +350,7 @@ def test_any_body_at_all_gets_an_answer() -> None:
     check()
 
 
-def test_what_is_no_request_is_counted_too() -> None:
+def test_malformed_requests_are_counted() -> None:
     async def scene() -> None:
         async with stage(prefills, completes, max_body_bytes=100) as s:
             for sent, status in ((b"\x16\x03\x01", 400), (post(b"x" * 101), 413)):

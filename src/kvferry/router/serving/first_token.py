@@ -242,7 +242,7 @@ def read_first_token(client: ClientRequest, handover: Handover | None) -> "First
         return None
     token, continued = _read_token(answer), None
     # P was asked for one token, so P reports "length" also where the client's limit is larger.
-    if finish_reason == "length" and limit > 1:
+    if finish_reason == "length" and limit != 1:
         if not token.can_be_continued:
             return None
         continued = _continued_request(client, token, limit - 1)
