@@ -4,7 +4,7 @@
 
 The name of the link that it is called by says what it does: `dies` ends with the log of a vLLM
 whose engine failed, `lacks-vllm` and `lacks-kvferry` have no such package, `lacks-torch` cannot
-import torch, and `talks` prints a line of its own.
+import torch, `two-gpus` sees two GPUs, and `talks` prints a line of its own.
 """
 
 import json
@@ -25,7 +25,7 @@ if sys.argv[1] == "-c":
     if KIND == "talks":
         print("torch: a newer version is available")
     found = {name: f"lacks-{name}" != KIND for name in ("vllm", "kvferry")}
-    print(json.dumps({**found, "gpus": 0}))
+    print(json.dumps({**found, "gpus": 2 if KIND == "two-gpus" else 0}))
 elif KIND == "dies":
     print(LOG, end="", flush=True)
     sys.exit(1)

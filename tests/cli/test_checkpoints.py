@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tests.cli.hub import COMMIT, Hub
 
-from kvferry.cli.checkpoints import find_checkpoint, find_config, is_hub_name
+from kvferry.cli.checkpoints import find_checkpoint, find_config, has_chat_template, is_hub_name
 from kvferry.engine.make_model.writer import make_model
 from kvferry.errors import ConfigError
 
@@ -247,6 +247,8 @@ def test_a_folder_is_preferred_to_a_name_on_the_hub(
     assert find_config("owner/config.json") == Path("owner/config.json")
     with pytest.raises(ConfigError, match="--revision is for models of the hub"):
         find_checkpoint(NAME, "main")
+    with pytest.raises(ConfigError, match="--revision is for models of the hub"):
+        find_config("owner/config.json", "main")
 
 
 def test_home_is_expanded_where_the_shell_does_not(
@@ -317,6 +319,22 @@ def test_a_plan_of_a_repository_without_a_configuration_says_so(
         )
     assert result.returncode == 2
     assert f"{NAME} on {hub.url} has no config.json" in result.stderr
+
+
+def test_a_name_has_chats_if_its_cached_files_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert not has_chat_template(Path(NAME))
+    cache = tmp_path / f"models--{NAME.replace('/', '--')}"
+    folder = cache / "snapshots" / COMMIT
+    folder.mkdir(parents=True)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text(COMMIT)
+    (folder / "config.json").write_text("{}")
+    assert not has_chat_template(Path(NAME))
+    (folder / "chat_template.jinja").write_text("")
+    assert has_chat_template(Path(NAME))
 
 
 @pytest.mark.slow

@@ -184,6 +184,7 @@ def test_the_block_size_grows_until_a_segment_is_worth_its_cost(
             "--head-dim",
         ),
         (["--layers", "4"], "MODEL is missing"),
+        ([*SIZES, "--revision", "v1"], "--revision needs MODEL"),
         (
             ["nowhere"],
             'MODEL is "nowhere", which is neither a folder nor owner/name on the Hugging Face hub',

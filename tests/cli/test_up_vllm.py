@@ -216,6 +216,10 @@ def test_lines_that_packages_print_are_not_the_answer(tmp_path: Path) -> None:
 
 
 def test_only_the_gpus_that_the_operator_made_visible_are_used(tmp_path: Path) -> None:
+    python = interpreter(tmp_path, "two-gpus")
+    assert probe_vllm(python, None).gpus == ("0", "1")
+    # CUDA ignores all GPUs from the first one that does not exist.
+    assert probe_vllm(python, "GPU-abc, 3,99,0").gpus == ("GPU-abc", "3")
     machine = probe_vllm(interpreter(tmp_path, "works"), "3,GPU-abc")
     assert machine.gpus == (), "torch sees no GPU"
     assert machine.cores == tuple(sorted(os.sched_getaffinity(0)))

@@ -78,7 +78,7 @@ def find_config(model: str, revision: str | None = None) -> Path:
     if not is_hub_name(model):
         with _explained_path(model):
             path = _expanded(model)
-            if path is not None and path.is_file():
+            if path is not None and path.is_file() and revision is None:
                 return path
             return _folder(model, revision) / CONFIG
     check_extra(f"the model {model}", "engine", ["huggingface_hub"])
@@ -86,7 +86,9 @@ def find_config(model: str, revision: str | None = None) -> Path:
         return _fetch_config(model, revision)
 
 
-def has_chat_template(folder: Path) -> bool:
+def has_chat_template(model: Path) -> bool:
+    """Return whether a model has chats: a folder, or a name on the hub whose files are cached."""
+    folder = _cached_folder(str(model)) if is_hub_name(str(model)) else model
     path = folder / "tokenizer_config.json"
     return (folder / CHAT_TEMPLATE).exists() or (
         path.exists() and read_json_object(path).get("chat_template") is not None
@@ -95,6 +97,8 @@ def has_chat_template(folder: Path) -> bool:
 
 def _folder(model: str, revision: str | None) -> Path:
     folder = _expanded(model)
+    if revision is not None and folder is not None and folder.exists():
+        raise ConfigError("--revision is for models of the hub, but MODEL is a path; remove it")
     if folder is None or not folder.is_dir():
         raise ConfigError(
             f"MODEL is {shown(model)}, which is neither a folder nor owner/name on the Hugging "
@@ -105,8 +109,6 @@ def _folder(model: str, revision: str | None) -> Path:
             f"MODEL is {shown(model)}, a folder without config.json; name the folder of a "
             "Hugging Face checkpoint"
         )
-    if revision is not None:
-        raise ConfigError("--revision is for models of the hub, but MODEL is a folder; remove it")
     return folder
 
 
@@ -162,6 +164,14 @@ def _fetch(model: str, revision: str | None) -> Path:
         except LocalEntryNotFoundError:
             raise error from None
     return snapshot(is_local=False)
+
+
+def _cached_folder(model: str) -> Path:
+    """Return where the cache keeps the model; a folder that does not exist if it has none."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(model, CONFIG)
+    return Path(found).parent if isinstance(found, str) else Path(model)
 
 
 def _missing(folder: Path) -> list[str]:

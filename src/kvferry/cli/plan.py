@@ -345,6 +345,8 @@ def _shape(arguments: argparse.Namespace) -> tuple[str, ModelCacheShape, list[st
         )
     if arguments.model is not None:
         return _shape_of_model(arguments.model, arguments.revision, arguments.dtype)
+    if arguments.revision is not None:
+        raise ConfigError("--revision needs MODEL, the owner/name on the hub")
     if len(given) < len(SIZE_FLAGS):
         raise ConfigError(
             f"MODEL is missing; name a folder or a config.json, or give {', '.join(SIZE_FLAGS)}"
