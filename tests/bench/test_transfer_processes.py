@@ -97,6 +97,7 @@ def test_every_transport_is_measured_in_every_size_and_pattern(tmp_path: Path) -
     assert plot.read_text().startswith("<svg")
 
 
+@pytest.mark.exhaustive
 def test_without_nixl_the_rest_is_measured(tmp_path: Path) -> None:
     (tmp_path / "nixl").mkdir()
     (tmp_path / "nixl" / "__init__.py").write_text("raise ImportError('not on this machine')\n")

@@ -158,8 +158,8 @@ async def settled(engine: Engine) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def expected(plain: Engine, pytestconfig: pytest.Config) -> list[Answer]:
-    """The answers of an engine without tiers: to 60 prompts, or to all of them."""
-    count = len(PROMPTS) if pytestconfig.getoption("--exhaustive") else 60
+    """The answers of an engine without tiers: to 30 prompts, or to all of them."""
+    count = len(PROMPTS) if pytestconfig.getoption("--exhaustive") else 30
     return asyncio.run(ask_all(plain, PROMPTS[:count]))
 
 

@@ -44,10 +44,10 @@ CHATS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def expected(plain: Engine, pytestconfig: pytest.Config) -> dict[str, list[Answer]]:
-    """The answers of a single engine without a connector: to 80 greedy prompts, or to all of
+    """The answers of a single engine without a connector: to 40 greedy prompts, or to all of
     them.
     """
-    greedy = GREEDY if pytestconfig.getoption("--exhaustive") else GREEDY[:80]
+    greedy = GREEDY if pytestconfig.getoption("--exhaustive") else GREEDY[:40]
     return {
         "greedy": asyncio.run(ask_all(plain, greedy)),
         "sampled": asyncio.run(ask_all(plain, SAMPLED)),
@@ -71,11 +71,11 @@ def pair(
 def test_greedy_tokens_equal_a_single_engines(
     pair: tuple[str, list[Engine]], expected: dict[str, list[Answer]]
 ) -> None:
-    """80 prompts over each transport; `make test-all` sends 200 over NIXL, which carries KV between
+    """40 prompts over each transport; `make test-all` sends 200 over NIXL, which carries KV between
     hosts.
     """
     transport, (prefill, decode, router) = pair
-    prompts = GREEDY[: len(expected["greedy"])] if transport == "nixl" else GREEDY[:80]
+    prompts = GREEDY[: len(expected["greedy"])] if transport == "nixl" else GREEDY[:40]
     answers = asyncio.run(ask_all(router, prompts, concurrency=16))
     assert [answer.status for answer in answers] == [200] * len(prompts)
     assert answers == expected["greedy"][: len(prompts)]
