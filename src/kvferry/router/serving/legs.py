@@ -293,20 +293,7 @@ class DecodeLeg:
                 call.outcome = Outcome.ANSWERED
                 return self.instance_client.lacks_model(answer, whole, instance)
             if start.is_error:
-                # Only this event is logged: those before it may repeat the client's instructions.
-                error = start.event + b"\n"
-                self.instance_client.metrics.failures.add(instance.role, instance.url)
-                response = HttpResponse(
-                    answer.status,
-                    forwarded_headers(answer.headers),
-                    await self.instance_client.read_error_body(answer) or error,
-                )
-                failure = LegFailure(
-                    instance,
-                    f"{instance} failed: {excerpt(error)}",
-                    response,
-                    needs_prefill=True,
-                )
+                failure = await self._failed_stream(instance, answer, start.event)
                 return await self._explain(context, call, failure, leg_id)
             begun = start.data if whole is None else whole
             if answer.status == 200 and is_aborted(context.client.api, begun):
@@ -315,11 +302,7 @@ class DecodeLeg:
             if has_begun is not None:
                 has_begun.set()
             if answer.status == 200:
-                held.mark_handed_over()
-                if context.prefiller is None:
-                    self.instance_client.metrics.fallbacks.add()
-                if self.instance_client.fleet.kv_used_at and held.handover is not None:
-                    self.instance_client.fleet.note_kv_used(context.prefiller, time.monotonic())
+                self._note_used(context, held)
             self._note_first(context, call)
             if whole is not None:
                 headers = forwarded_headers(answer.headers)
@@ -327,6 +310,27 @@ class DecodeLeg:
             else:
                 await self._relay(context, held, instance, answer, call)
         return None
+
+    async def _failed_stream(
+        self, instance: Instance, answer: UpstreamResponse, event: bytes
+    ) -> LegFailure:
+        """The failure of a stream whose first event with content is an error. Only this event is
+        logged: those before it may repeat the client's instructions.
+        """
+        error = event + b"\n"
+        self.instance_client.metrics.failures.add(instance.role, instance.url)
+        body = await self.instance_client.read_error_body(answer) or error
+        response = HttpResponse(answer.status, forwarded_headers(answer.headers), body)
+        message = f"{instance} failed: {excerpt(error)}"
+        return LegFailure(instance, message, response, needs_prefill=True)
+
+    def _note_used(self, context: RequestContext, held: PrefilledBlocks) -> None:
+        """Note that D has begun its answer, with P's KV if it was given any."""
+        held.mark_handed_over()
+        if context.prefiller is None:
+            self.instance_client.metrics.fallbacks.add()
+        if self.instance_client.fleet.kv_used_at and held.handover is not None:
+            self.instance_client.fleet.note_kv_used(context.prefiller, time.monotonic())
 
     async def _explain(
         self, context: RequestContext, call: TrackedLeg, failure: LegFailure, leg_id: str
