@@ -62,7 +62,8 @@ class World:
         (folder / "admin").write_text(ADMIN_KEY)
         (folder / "admin").chmod(0o600)
         (folder / "router.toml").write_text(
-            f'prefillers = ["dns://{PREFILL}:{self.port}"]\n'
+            # Named twice, as in a configuration that a script has put together.
+            f'prefillers = ["dns://{PREFILL}:{self.port}", "dns://{PREFILL}:{self.port}"]\n'
             "[discovery]\ninterval_s = 0.1\ntimeout_s = 0.5\n"
         )
         flags = ("--config", str(folder / "router.toml"), "--admin-key-file", str(folder / "admin"))

@@ -6,6 +6,7 @@ access. A path belongs either to a page of the router or to a route of the engin
 """
 
 import asyncio
+import logging
 import random
 import ssl
 import time
@@ -57,6 +58,8 @@ if TYPE_CHECKING:
     from kvferry.router.tracing import RouterTracer
 
 __all__ = ["RouterApp"]
+
+_log = logging.getLogger(__name__)
 
 _Page = Callable[[ServerRequest], Awaitable[HttpResponse]]
 _SHOWN_ROUTE_CHARS = 100
@@ -163,6 +166,8 @@ class RouterApp:
             asyncio.create_task(self.watcher.run()),
             asyncio.create_task(self._resolver.run()),
         ]
+        for task in self._background:
+            task.add_done_callback(_log_unexpected_end)
 
     def stop_admitting(self) -> None:
         """Refuse new requests from now on; `/readyz` reports 503."""
@@ -283,6 +288,13 @@ class RouterApp:
         # Clients choose the paths, and a label must not have unlimited values.
         page = request.path if request.path in self._pages else "other"
         self.metrics.requests.add(page if route is None else route.pattern, str(status))
+
+
+def _log_unexpected_end(task: asyncio.Task[None]) -> None:
+    """Log the error that ended a background task: the router serves on without what the task did."""
+    error = None if task.cancelled() else task.exception()
+    if error is not None:
+        _log.error("a background task of the router ended; restart the router", exc_info=error)
 
 
 def _client_tls(options: RouterOptions) -> ssl.SSLContext:

@@ -38,8 +38,9 @@ class ServiceResolver:
 
     async def run(self) -> None:
         """Look the names up, again and again, until cancelled."""
-        while self.services:
-            await asyncio.gather(*map(self._refresh, self.services))
+        services = set(self.services)  # an operator may name one service twice
+        while services:
+            await asyncio.gather(*map(self._refresh, services))
             for instance in self.discovered.remove_drained():
                 _log.info("instance has left the fleet instance=%s", instance.url)
             await asyncio.sleep(self.options.interval_s)
@@ -47,8 +48,13 @@ class ServiceResolver:
     async def _refresh(self, service: ServiceName) -> None:
         lookup = self._lookups.get(service)
         if lookup is None:
-            lookup = self._lookups[service] = _Lookup(service, asyncio.get_running_loop())
-            lookup.start()
+            lookup = _Lookup(service, asyncio.get_running_loop())
+            try:
+                lookup.start()
+            except RuntimeError as error:  # the system allows no more threads
+                self._note_failure(service, str(error))
+                return
+            self._lookups[service] = lookup
         await asyncio.wait({lookup.answer}, timeout=self.options.timeout_s)
         if not lookup.answer.done():
             self._note_failure(service, f"no answer within {self.options.timeout_s:g} s")
