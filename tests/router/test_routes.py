@@ -330,14 +330,35 @@ def test_a_body_of_transfer_params_alone_arrives_as_an_empty_object(path: str) -
     uvloop.run(scene())
 
 
-def test_a_form_with_transfer_params_is_refused() -> None:
+@pytest.mark.parametrize("name", ["kv_transfer_params", r"kv\u005Ftransfer\u005fparams"])
+def test_a_form_with_transfer_params_is_refused(name: str) -> None:
     async def scene() -> None:
         async with stage(prefills, completes) as s:
-            fields = {"vllm_xargs": '{"kv_transfer_params": "x"}'}
+            fields = {"vllm_xargs": f'{{"{name}": ""}}'}
             form = aiohttp.FormData(fields, default_to_multipart=True)
             async with s.session.post(f"{s.url}/v1/audio/transcriptions", data=form) as answer:
                 assert answer.status == 400
             assert s.d.calls == []
+
+    uvloop.run(scene())
+
+
+@pytest.mark.parametrize(
+    ("charset", "expected"),
+    [("", 200), ("; charset=UTF-8", 200), ('; charset="utf-8" ', 200)]
+    + [("; charset=utf-7", 400), ("; Charset*=utf-8''utf-7", 400)]
+    + [("; charset=utf-8; charset=utf-7", 400), ("; charset=utf-8x", 400)],
+)
+def test_a_form_has_no_charset_that_could_hide_a_field(charset: str, expected: int) -> None:
+    body = b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\nm\r\n--b--\r\n'
+    headers = {"Content-Type": f"multipart/form-data; boundary=b{charset}"}
+
+    async def scene() -> None:
+        async with stage(prefills, completes) as s:
+            url = f"{s.url}/v1/audio/transcriptions"
+            async with s.session.post(url, data=body, headers=headers) as answer:
+                assert answer.status == expected
+            assert len(s.d.calls) == (expected == 200)
 
     uvloop.run(scene())
 

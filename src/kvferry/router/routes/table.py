@@ -97,6 +97,7 @@ _PLAIN_PATH = re.compile(r"(?:/[A-Za-z0-9_~:@-][A-Za-z0-9._~:@-]*)+")
 _ADMINISTRATIVE = frozenset(
     (
         "/abort_requests",
+        "/adapters",
         "/collective_rpc",
         "/finish_weight_update",
         "/get_world_size",
@@ -104,6 +105,7 @@ _ADMINISTRATIVE = frozenset(
         "/is_paused",
         "/is_scaling_elastic_ep",
         "/is_sleeping",
+        "/load_lora_adapter",
         "/pause",
         "/release_kv_cache_memory",
         "/reset_encoder_cache",
@@ -119,6 +121,7 @@ _ADMINISTRATIVE = frozenset(
         "/start_profile",
         "/start_weight_update",
         "/stop_profile",
+        "/unload_lora_adapter",
         "/update_weight_version",
         "/update_weights",
         "/wake_up",
@@ -126,7 +129,7 @@ _ADMINISTRATIVE = frozenset(
         "/weight_info",
     )
 )
-_ADMINISTRATIVE_PREFIX = "/fault_tolerance/"
+_ADMINISTRATIVE_PREFIXES = ("/adapters/", "/fault_tolerance/")
 
 
 def is_administrative(path: str) -> bool:
@@ -134,7 +137,7 @@ def is_administrative(path: str) -> bool:
     plain = path.lower().rstrip("/")
     # Engines also serve some of these routes below a prefix: `/inference/v1/abort_requests`.
     last = "/" + plain.rpartition("/")[2]
-    return last in _ADMINISTRATIVE or f"{plain}/".startswith(_ADMINISTRATIVE_PREFIX)
+    return last in _ADMINISTRATIVE or f"{plain}/".startswith(_ADMINISTRATIVE_PREFIXES)
 
 
 def check_pattern(pattern: str) -> None:

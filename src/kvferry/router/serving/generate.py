@@ -5,6 +5,7 @@ Runs on the event loop.
 
 import asyncio
 import logging
+import re
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -45,6 +46,8 @@ __all__ = ["GenerateHandler"]
 
 _log = logging.getLogger(__name__)
 
+_ASCII_ESCAPE = re.compile(rb"\\u00([0-7][0-9a-fA-F])")
+_OTHER_CHARSET = re.compile(r"charset(?!=\"?utf-8\"?\s*(?:;|$))", re.IGNORECASE)
 _SENTENCES = {
     RefusalReason.TENANT: "your tenant has reached its limit of open requests; try again later",
     RefusalReason.FULL: "the router's queue is full; try again later",
@@ -221,10 +224,20 @@ class GenerateHandler:
 
 
 def _read_opaque(route: Route, request: ServerRequest) -> ClientRequest | InvalidRequest:
-    # vLLM reads parameters from a field of a form too.
-    if b"kv_transfer_params" in request.body:
+    # vLLM reads parameters from JSON in a field of a form too, and Starlette decodes the fields of a
+    # form by the charset of its content type.
+    if b"kv_transfer_params" in _without_escapes(request.body):
         return InvalidRequest(400, "a form must not contain kv_transfer_params")
+    if _OTHER_CHARSET.search(request.headers.get("content-type") or ""):
+        return InvalidRequest(400, "a form must have the charset utf-8")
     return ClientRequest({}, api=route.api)
+
+
+def _without_escapes(body: bytes) -> bytes:
+    """The body, with ASCII characters in place of their JSON escapes."""
+    if b"\\u00" not in body:
+        return body
+    return _ASCII_ESCAPE.sub(lambda escape: bytes([int(escape[1], 16)]), body)
 
 
 def _check_repeated_bytes(client: ClientRequest, limit: int) -> ClientRequest | InvalidRequest:
