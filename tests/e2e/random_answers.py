@@ -44,7 +44,9 @@ def random_requests(count: int, seed: int, settings: dict[str, list[Any]]) -> li
     rng = random.Random(seed)
     asked = []
     for number in range(count):
-        body: dict[str, Any] = {"model": "tiny", "temperature": 0, "return_token_ids": True}
+        body: dict[str, Any] = {"model": "tiny", "temperature": 0}
+        if rng.random() < 0.6:
+            body["return_token_ids"] = True
         text = f"{number} " + rng.choice(TEXTS) * rng.randrange(1, 12)
         is_chat = rng.random() < 0.5
         if is_chat:

@@ -29,6 +29,7 @@ from kvferry.router.serving.client_request import ClientRequest, Handover, read_
 from kvferry.router.serving.first_token import FirstToken, may_continue, read_first_token
 
 MODEL_LEN = 100
+SEED = 4711
 PROMPT_IDS = [5, 6, 7]
 REST = [*PROMPT_IDS, 11]
 """The prompt of the request for the tokens after P's."""
@@ -65,7 +66,8 @@ def handover(answer: dict[str, Any]) -> Handover:
 
 
 def first(answer: dict[str, Any] | None = None, **fields: Any) -> FirstToken | None:
-    return read_first_token(client(**fields), handover(answer or p_answer("messages" in fields)))
+    made = handover(answer or p_answer("messages" in fields))
+    return read_first_token(client(**fields), made, SEED)
 
 
 def continued(found: FirstToken | None) -> dict[str, Any]:
@@ -104,6 +106,8 @@ HARMFUL: list[dict[str, Any]] = [
     {"min_tokens": 1},
     {"bad_words": ["a"]},
     {"use_beam_search": True},
+    {"return_token_ids": 1},
+    {"return_token_ids": "true"},
     {"seed": 7},
     {"seed": 7, "temperature": 0.1},
     {"max_tokens": 0},
@@ -162,6 +166,24 @@ def test_d_gets_the_tokens_of_the_prompt_and_ps_token(kind: dict[str, Any]) -> N
         "stop_token_ids": [4],
         "stream": True,
     }
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("fields", "seed"),
+    [
+        ({}, SEED),
+        ({"temperature": 0.7}, SEED),
+        ({"temperature": 0.7, "seed": None}, SEED),
+        ({"temperature": 0}, None),
+        ({"temperature": 0, "seed": 7}, 7),
+    ],
+    ids=str,
+)
+def test_d_draws_by_a_seed_of_the_router_if_the_client_named_none(
+    kind: dict[str, Any], fields: dict[str, Any], seed: int | None
+) -> None:
+    assert continued(first(**kind, **fields)).get("seed") == seed
 
 
 @pytest.mark.parametrize(
@@ -232,7 +254,8 @@ def test_a_malformed_answer_of_p_is_dropped_and_raises_nothing(key: str, value: 
 def test_an_answer_of_p_that_is_no_json_is_dropped() -> None:
     note = msgspec.Raw(b'{"first_token":{"max_model_len":9}}')
     for text in (b"x", b"[]", b"{}", b'{"choices":[]}'):
-        assert read_first_token(client(**CHAT), Handover(note, "t", None, answer=text)) is None
+        made = Handover(note, "t", None, answer=text)
+        assert read_first_token(client(**CHAT), made, SEED) is None
 
 
 # -- the client's answer --

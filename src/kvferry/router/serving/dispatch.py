@@ -11,6 +11,7 @@ docs/decisions/035-router.md.
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,6 +38,9 @@ from kvferry.types import FailurePolicy
 __all__ = ["Dispatcher"]
 
 _log = logging.getLogger(__name__)
+
+
+_SEED_BITS = 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +220,7 @@ class Dispatcher:
         """Begin the client's answer with P's token if the answer stays exact; True if the answer
         ends with it.
         """
-        first = read_first_token(context.client, handover)
+        first = read_first_token(context.client, handover, seed=random.getrandbits(_SEED_BITS))
         if first is None:
             return False
         is_last = first.continued is None

@@ -123,10 +123,12 @@ def may_continue(client: ClientRequest) -> bool:
         return False
     if not all(_is_allowed(name, fields) for name in fields):
         return False
+    # Engines take 1 or "true" for true as well, and only the router adds P's ids to the answer.
+    if bytes(fields.get("return_token_ids", b"null")) not in (b"true", b"false", b"null"):
+        return False
     # A seed sets the state of a random generator. D's generator would begin in that state, and not
     # in the state after the first token.
-    has_seed = bytes(fields.get("seed", b"null")) != b"null"
-    if has_seed and bytes(fields.get("temperature", b"")) not in _ZERO:
+    if _has_seed(fields) and not _is_greedy(fields):
         return False
     return _has_known_stream_options(client) and _has_valid_limit(fields)
 
@@ -139,6 +141,14 @@ def _is_allowed(name: str, fields: _Fields) -> bool:
     # asks for the logprob of the sampled token.
     is_chat_without_logprobs = name == "logprobs" and text == b"false" and "messages" in fields
     return is_chat_without_logprobs or text in _NEUTRAL.get(name, ())
+
+
+def _has_seed(fields: _Fields) -> bool:
+    return bytes(fields.get("seed", b"null")) != b"null"
+
+
+def _is_greedy(fields: _Fields) -> bool:
+    return bytes(fields.get("temperature", b"")) in _ZERO
 
 
 def _has_known_stream_options(client: ClientRequest) -> bool:
@@ -219,8 +229,13 @@ class _Token:
         return has_whole_text and len(self.token_ids) == 1 and bool(self.prompt_token_ids)
 
 
-def read_first_token(client: ClientRequest, handover: Handover | None) -> "FirstToken | None":
-    """Read P's token from P's answer; None if the client's answer must not begin with it."""
+def read_first_token(
+    client: ClientRequest, handover: Handover | None, seed: int
+) -> "FirstToken | None":
+    """Read P's token from P's answer; None if the client's answer must not begin with it.
+
+    `seed`: a random number, by which D draws its tokens if the client named no seed.
+    """
     # In push mode D may have begun before P answered.
     if handover is None or not handover.answer or handover.push_source is not None:
         return None
@@ -245,7 +260,7 @@ def read_first_token(client: ClientRequest, handover: Handover | None) -> "First
     if finish_reason == "length" and limit != 1:
         if not token.can_be_continued:
             return None
-        continued = _continued_request(client, token, limit - 1)
+        continued = _continued_request(client, token, limit - 1, seed)
     return FirstToken(client, continued, token, fields, choices[0])
 
 
@@ -276,9 +291,15 @@ def _first_list(*texts: msgspec.Raw) -> bytes:
     return next((text for text in map(bytes, texts) if len(text) > 2 and text[:1] == b"["), b"")
 
 
-def _continued_request(client: ClientRequest, token: _Token, max_tokens: int) -> ClientRequest:
+def _continued_request(
+    client: ClientRequest, token: _Token, max_tokens: int, seed: int
+) -> ClientRequest:
     """The request for the tokens after P's token."""
     fields = {name: text for name, text in client.fields.items() if name in _FORWARDED}
+    # P and D that were started with the same seed may draw the same random numbers one after the
+    # other. The second token would then depend on the draw of the first one.
+    if not _has_seed(fields) and not _is_greedy(fields):
+        fields["seed"] = msgspec.Raw(b"%d" % seed)
     prompt_without_bracket = token.prompt_token_ids[:-1]
     fields["prompt"] = msgspec.Raw(b"%b,%d]" % (prompt_without_bracket, token.token_ids[0]))
     fields["max_tokens"] = msgspec.Raw(b"%d" % max_tokens)
