@@ -202,6 +202,12 @@ def test_a_wrong_call_raises_nothing_where_it_logs(
     assert capsys.readouterr().err.count("--- Logging error ---") == 2
 
 
+def test_a_message_may_be_any_object(log: Log) -> None:
+    for _ in range(2):
+        log.logger.warning({"tried": [1, 2]})
+    assert log.lines == ["{'tried': [1, 2]}"]
+
+
 def test_records_forwarded_to_another_logger_keep_its_format() -> None:
     target = Log(logging.Formatter("theirs: %(message)s"))
     ours = logging.Logger("kvferry", logging.DEBUG)

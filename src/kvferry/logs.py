@@ -224,7 +224,9 @@ class RepeatFilter(logging.Filter):
             text = record.getMessage()
         except Exception:  # a wrong call of any library: `logging` reports it when it formats
             return True
-        place = (record.name, record.levelno, record.msg, record.exc_info and record.exc_info[0])
+        # Libraries may log any object as a message, also one that is not hashable.
+        message = str(record.msg)[:MAX_COMPARED_CHARS]
+        place = (record.name, record.levelno, message, record.exc_info and record.exc_info[0])
         if subject is None:
             subject = _without_numbers(text[:MAX_COMPARED_CHARS])
         equal, from_this_place = ("equal", place, subject), ("place", place)
