@@ -108,6 +108,10 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
                     self._tiering[name].labels(*labels, tier).inc(row.get(ours, 0))
         for key, latest in data.get("levels", {}).items():
             tier, level = key.split(" ", 1)
+            # Ranks report the levels of each tier once before anything happens to the tier. From
+            # then on its counters show 0: an alert does not see that a counter appears.
+            for metric in self._tiers.values():
+                metric.labels(*labels, tier)
             known = self._known.setdefault((engine_idx, key), {})
             known.update(latest)
             self._levels[level].labels(*labels, tier).set(sum(known.values()))

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from tests.vllm.inside.engines import Engine, vllm_config
 from vllm.v1.outputs import ModelRunnerOutput
 
-from kvferry.connectors.offloading.metadata import OffloadStats
+from kvferry.connectors.offloading.metadata import TIER_COUNTERS, OffloadStats
 from kvferry.router.fleet.instance_metrics import read_metrics
 from kvferry.router.fleet.tier_metrics import LookupCounters, TierCounters, TierLevels
 from kvferry.tiers.base import TierUsage
@@ -73,8 +73,24 @@ def test_routers_read_the_tiers_of_all_engines_from_the_page(model: Path) -> Non
     reading = read_metrics(generate_latest(registry)).offload
     assert reading is not None
     assert reading.lookups == LookupCounters(180, 0, 0)
-    assert reading.tiers["disk"].counters == TierCounters(loaded_bytes=10, refused=2)
+    counters = reading.tiers["disk"].counters
+    assert counters == TierCounters(*[0] * len(counters))._replace(loaded_bytes=10, refused=2)
     assert reading.tiers["disk"].levels == TierLevels(20, 80, 4)
+
+
+def test_counters_of_a_tier_show_0_before_anything_happens_to_it(model: Path) -> None:
+    """An alert compares a counter with its value before, so the counter must have one."""
+    registry = CollectorRegistry()
+    types = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
+    config = vllm_config(str(model), "p", "{}")
+    shown = OffloadPromMetrics(config, types, ["model_name", "engine"], {0: ["m", "0"]})
+    labels = {"model_name": "m", "engine": "0", "tier": "disk"}
+    assert registry.get_sample_value("kvferry:tier_refused_total", labels) is None
+    stats = OffloadStats()
+    stats.set_usage("tp0", "disk", TierUsage(used_bytes=0, num_objects=0, max_bytes=40))
+    shown.observe(stats.to_dict())
+    for name in TIER_COUNTERS:
+        assert registry.get_sample_value(f"kvferry:tier_{name}_total", labels) == 0, name
 
 
 def test_dashboards_find_vllms_own_names_for_the_figures_of_tiers(model: Path) -> None:

@@ -144,11 +144,11 @@ class OffloadingWorker:
         reporter = f"tp{self._config.parallel.tp_rank}"
         is_first_rank = self._config.parallel.tp_rank == 0
         for tier, usage in self._worker.usage().items():
-            known = self._reported.get(tier, TierUsage())
+            known = self._reported.get(tier)
             # Every rank has a part of the pool of its own, but all ranks share the other tiers.
             if usage != known and (tier == POOL or is_first_rank):
                 stats.set_usage(reporter, tier, usage)
-                evicted = usage.num_evicted - known.num_evicted
+                evicted = usage.num_evicted - (known.num_evicted if known is not None else 0)
                 if evicted:
                     stats.add_tiers({tier: {"evictions": evicted}})
                 self._reported[tier] = usage
