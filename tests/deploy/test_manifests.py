@@ -86,7 +86,7 @@ def kvferry_commands() -> list[list[str]]:
     for unit in UNITS:
         text = unit.read_text().replace("\\\n", " ").replace("%i", "prefill")
         text = text.replace("${PORT}", "8000").replace("${URL}", "http://h:1")
-        text = text.replace("${ROUTER}", "http://h:1")
+        text = text.replace("$ROUTER", "http://h:1 http://h:2")
         lines = re.findall(r"^Exec(?:Start|Stop)=/\S+/(.*)$", text, re.MULTILINE)
         found += [shlex.split(line) for line in lines]
     for image in ("router", "engine"):
@@ -297,7 +297,14 @@ def test_paths_of_probes_exist_on_real_processes(tmp_path: Path) -> None:
     make_model(tmp_path / "tiny")
     with Cluster(tmp_path, tmp_path / "tiny") as cluster:
         engine = cluster.serve("engine", is_plain=True).ready()
-        router = cluster.proxy([], [engine]).ready()
+        for name in ("api-keys", "admin-key"):
+            (tmp_path / name).write_text(
+                "tenant key-of-tenant" if "api" in name else "key-of-admin"
+            )
+            (tmp_path / name).chmod(0o600)
+        keys = ("--api-key-file", str(tmp_path / "api-keys"))
+        keys += ("--admin-key-file", str(tmp_path / "admin-key"))
+        router = cluster.proxy([], [engine], *keys).ready()
         for name in KUSTOMIZATIONS:
             for deployment, container in containers(name):
                 server = router if deployment == "router" else engine

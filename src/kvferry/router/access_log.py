@@ -160,6 +160,7 @@ class AccessLog:
             "request",
             extra={
                 "request": timeline.request_id,
+                "conversation": timeline.conversation[:MAX_ID_CHARS],
                 "prefill_request": facts.prefill_ids or None,
                 "decode_request": facts.decode_ids or None,
                 "route": timeline.route,
