@@ -43,6 +43,23 @@ def test_a_variable_of_the_platform_never_stops_a_process() -> None:
     assert find_traces_endpoint("proxy", "", platform) == ""
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("OTEL_BSP_MAX_QUEUE_SIZE", "256"), ("OTEL_BSP_SCHEDULE_DELAY", "0")],
+)
+def test_a_variable_that_the_sdk_refuses_is_an_error_with_the_flag_and_a_warning_without(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="check those that begin with OTEL_BSP_"):
+        find_traces_endpoint("proxy", FULL, {})
+    with caplog.at_level(logging.WARNING):
+        assert find_traces_endpoint("proxy", "", {"OTEL_EXPORTER_OTLP_ENDPOINT": URL}) == ""
+    assert "tracing is off: the OpenTelemetry SDK refuses" in caplog.text
+    monkeypatch.delenv(name)
+    assert find_traces_endpoint("proxy", FULL, {}) == FULL
+
+
 @pytest.mark.parametrize("url", ["localhost:4318", "grpc://host", "http://", "http://[a", "x"])
 def test_another_kind_of_url_is_refused_without_repeating_it(url: str) -> None:
     with pytest.raises(ConfigError, match="must be a URL like") as refusal:

@@ -38,6 +38,10 @@ def find_traces_endpoint(command: str, given: str, environ: Mapping[str, str]) -
                 "kvferry sends spans by http/protobuf only; set "
                 "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL=http/protobuf and the collector's HTTP port"
             )
+        # Imported here, because the packages belong to the extra [tracing].
+        from kvferry.tracing.exporter import check_variables
+
+        check_variables(endpoint)
     except (ConfigError, MissingDependency) as error:
         if given:
             raise

@@ -17,9 +17,10 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
 from kvferry import __version__
+from kvferry.errors import ConfigError
 from kvferry.tracing.spans import SpanWriter
 
-__all__ = ["TraceExporter"]
+__all__ = ["TraceExporter", "check_variables"]
 
 CLOSE_TIMEOUT_S = 2.0
 """How long a process that ends waits until the collector has its last spans."""
@@ -32,6 +33,22 @@ _QUIETED_LOGGERS = (
     "opentelemetry.sdk.trace.export",
     *_LOGGERS_OF_HEADERS,
 )
+
+
+def check_variables(endpoint: str) -> None:
+    """Raise ConfigError if the SDK refuses a variable, such as a queue shorter than a batch."""
+    try:
+        processor = _processor(endpoint)
+    except ValueError as error:
+        raise ConfigError(
+            f"the OpenTelemetry SDK refuses a variable ({error}); check those that begin with "
+            "OTEL_BSP_ and OTEL_EXPORTER_OTLP_"
+        ) from None
+    processor.shutdown()
+
+
+def _processor(endpoint: str) -> BatchSpanProcessor:
+    return BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint))
 
 
 class TraceExporter:
@@ -49,7 +66,7 @@ class TraceExporter:
         )
         # Without the SDK's exit hook, which waits up to 30 s for the collector.
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+        self._provider.add_span_processor(_processor(endpoint))
         self.spans = SpanWriter(self._provider.get_tracer("kvferry", __version__))
 
     def close(self) -> None:
