@@ -31,6 +31,7 @@ SEED = 1
 
 
 def main(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     books = fetch_books(folder.parent / "packages")
     chats = [_render(chat) for chat in make_chats(books, NUM_CHATS, SEED)]
     train, valid = [], []
