@@ -40,6 +40,8 @@ def test_a_vllm_that_ends_serves_its_leases_first(trio: Trio) -> None:
             found.append(await ask(session, trio.d, PROMPTS[1], kv_transfer_params=params[1]))
             assert found == right
             assert (await metrics(session, trio.d))["kvferry:finished_loads_total"] == before + 2
+            drained = await asyncio.to_thread(drain, trio.p, 60)
+            assert drained.returncode == 0, drained.stderr
             await asyncio.to_thread(p.process.wait, END_S)
 
     asyncio.run(check())
