@@ -9,6 +9,7 @@ escapes. Handlers, formatters and filters are used by all threads.
 import json
 import logging
 import re
+import sys
 import threading
 import time
 from collections import OrderedDict
@@ -33,6 +34,7 @@ __all__ = [
     "configure_logs",
     "current_settings",
     "repeats_of",
+    "show",
 ]
 
 LEVELS = ("debug", "info", "warning", "error")
@@ -105,6 +107,16 @@ def current_settings() -> LogSettings:
         isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers
     )
     return LogSettings(names[-1] if names else LEVELS[0], "json" if is_json else "text")
+
+
+def show(text: str, level: int = logging.INFO) -> None:
+    """Print lines for the operator: on stderr if they are errors, else on stdout. A process that
+    logs JSON writes them to its log, so that all its lines are JSON.
+    """
+    if current_settings().format == "json":
+        logging.getLogger("kvferry").log(level, text.removeprefix("kvferry: "))
+    else:
+        print(text, file=sys.stderr if level >= logging.ERROR else sys.stdout, flush=True)
 
 
 # -- formats --

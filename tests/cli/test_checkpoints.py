@@ -52,8 +52,8 @@ def fetch(
     own = {
         "HF_HOME": str(home),
         "HF_ENDPOINT": hub if isinstance(hub, str) else hub.url,
-        "HF_HUB_DOWNLOAD_TIMEOUT": "1",
-        "HF_HUB_ETAG_TIMEOUT": "1",
+        "HF_HUB_DOWNLOAD_TIMEOUT": "20",
+        "HF_HUB_ETAG_TIMEOUT": "20",
     }
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "XDG_"))}
     return subprocess.run(
@@ -162,6 +162,9 @@ def test_ctrl_c_ends_a_download_at_once(files: Path, tmp_path: Path) -> None:
                 assert process.wait(60) == -signal.SIGINT
             finally:
                 process.kill()
+    cached = {path.suffix for path in tmp_path.rglob("*") if path.is_file()}
+    assert ".json" in cached
+    assert ".incomplete" not in cached
 
 
 def test_an_incomplete_cache_is_not_taken_for_the_model(files: Path, tmp_path: Path) -> None:
@@ -196,21 +199,26 @@ def test_a_download_that_is_cut_goes_on_where_it_ended(files: Path, tmp_path: Pa
     assert hub.sent["model.safetensors"] == 11 * MIB + 2 * MIB
 
 
-def test_a_download_that_fails_is_continued_by_the_next_start(files: Path, tmp_path: Path) -> None:
+def test_a_download_that_fails_is_completed_by_the_next_start(files: Path, tmp_path: Path) -> None:
     hub = Hub.of_folder(NAME, files, cut_after=11 * MIB, cuts=1, dies_of_cut=True)
     hub.files["model.safetensors"] = weights = os.urandom(12 * MIB)
     with hub.serving():
         sentence = refusal(fetch(hub, tmp_path))
         assert f"{hub.url} answered with status 500; try again later" in sentence
+        assert not list(tmp_path.rglob("*.incomplete"))
+        complete = set(hub.sent) - {"model.safetensors"}
         hub.status = 200
+        hub.sent.clear()
         result = fetch(hub, tmp_path)
+        assert "config.json" in complete
+        assert not complete & set(hub.sent), "complete files are not fetched again"
     assert (Path(result.stdout.strip()) / "model.safetensors").read_bytes() == weights
 
 
 def test_a_hub_that_never_answers_is_given_up(files: Path, tmp_path: Path) -> None:
     with Hub.of_folder(NAME, files, is_silent=True).serving() as hub:
         assert f"{NAME} cannot be fetched from {hub.url} (timed out)" in refusal(
-            fetch(hub, tmp_path)
+            fetch(hub, tmp_path, HF_HUB_ETAG_TIMEOUT="1", HF_HUB_DOWNLOAD_TIMEOUT="1")
         )
 
 

@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from tests.cli.test_processes import eventually, is_alive, stub
 
+from kvferry.cli.checkpoints import DEFAULT_MODEL
 from kvferry.cli.cluster.http_client import (
     Completion,
     TransportTotals,
@@ -240,6 +242,21 @@ def test_up_once_shows_an_answer_and_the_transport_and_leaves_nothing_behind(
     assert "of KV cache by nixl in 1 transfer(s) at " in output
     assert list(tmp_path.iterdir()) == []
     eventually(lambda: shared_memory() <= before)
+
+
+@pytest.mark.slow
+def test_up_serves_a_model_whose_chats_have_no_system_message(tmp_path: Path) -> None:
+    model, scratch = tmp_path / "model", tmp_path / "scratch"
+    shutil.copytree(DEFAULT_MODEL, model)
+    scratch.mkdir()
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    refusal = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('refused') }}{% endif %}"
+    settings["chat_template"] = refusal + settings["chat_template"]
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    with up(scratch, "--once", "--model", str(model)) as process:
+        output, _ = process.communicate(timeout=110)
+    assert process.returncode == 0, output
+    assert "of KV cache by shm in 1 transfer(s) at " in output
 
 
 @pytest.mark.slow

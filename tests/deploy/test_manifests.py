@@ -297,14 +297,11 @@ def test_paths_of_probes_exist_on_real_processes(tmp_path: Path) -> None:
     make_model(tmp_path / "tiny")
     with Cluster(tmp_path, tmp_path / "tiny") as cluster:
         engine = cluster.serve("engine", is_plain=True).ready()
-        for name in ("api-keys", "admin-key"):
-            (tmp_path / name).write_text(
-                "tenant key-of-tenant" if "api" in name else "key-of-admin"
-            )
+        for name, text in (("api-keys", "tenant key-of-tenant"), ("admin-keys", "key-of-admin")):
+            (tmp_path / name).write_text(text)
             (tmp_path / name).chmod(0o600)
-        keys = ("--api-key-file", str(tmp_path / "api-keys"))
-        keys += ("--admin-key-file", str(tmp_path / "admin-key"))
-        router = cluster.proxy([], [engine], *keys).ready()
+        flags = [f"--{name}-file={tmp_path / f'{name}s'}" for name in ("api-key", "admin-key")]
+        router = cluster.proxy([], [engine], *flags).ready()
         for name in KUSTOMIZATIONS:
             for deployment, container in containers(name):
                 server = router if deployment == "router" else engine

@@ -113,9 +113,10 @@ def test_the_log_of_a_fleet_at_debug_has_no_secret_and_no_forged_line(
         assert any(TEXT_LINE.match(line) for line in logs[engine])
         assert not any(line.startswith("2026-01-01") for line in logs[engine])
     assert any("INFO kvferry: forged" in line for line in logs[routers[0]])
-    for engine in (d, routers[1]):
-        logged = [line for line in logs[engine] if line.startswith("{")]
-        assert any(json.loads(line)["level"] == "debug" for line in logged)
+    for engine, words in ((d, "serving tiny on http://"), (routers[1], "kvferry proxy listens on")):
+        logged = [json.loads(line) for line in logs[engine]]
+        assert any(line["level"] == "debug" for line in logged)
+        assert any(line["message"].startswith(words) for line in logged)
     assert any("KV cannot be" in line for line in logs[p])
     assert any("kv_transfer_params refused" in line for line in logs[d])
     check_access_line(logs[routers[1]], p, d)
@@ -123,7 +124,7 @@ def test_the_log_of_a_fleet_at_debug_has_no_secret_and_no_forged_line(
 
 def check_access_line(lines: list[str], p: Engine, d: Engine) -> None:
     """Check the line of the request with the id `mine-1`, which names the requests on P and D."""
-    shown = [json.loads(line) for line in lines if line.startswith("{")]
+    shown = [json.loads(line) for line in lines]
     (line,) = [entry for entry in shown if entry.get("request") == "mine-1"]
     assert (line["status"], line["outcome"], line["tenant"]) == (200, "answered", "acme")
     assert (line["prefill"], line["decode"]) == (p.url, d.url)

@@ -345,9 +345,15 @@ def test_a_form_with_transfer_params_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("charset", "expected"),
-    [("", 200), ("; charset=UTF-8", 200), ('; charset="utf-8" ', 200)]
-    + [("; charset=utf-7", 400), ("; Charset*=utf-8''utf-7", 400)]
-    + [("; charset=utf-8; charset=utf-7", 400), ("; charset=utf-8x", 400)],
+    [
+        ("", 200),
+        ("; charset=UTF-8", 200),
+        ('; charset="utf-8" ', 200),
+        ("; charset=utf-7", 400),
+        ("; Charset*=utf-8''utf-7", 400),
+        ("; charset=utf-8; charset=utf-7", 400),
+        ("; charset=utf-8x", 400),
+    ],
 )
 def test_a_form_has_no_charset_that_could_hide_a_field(charset: str, expected: int) -> None:
     body = b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\nm\r\n--b--\r\n'

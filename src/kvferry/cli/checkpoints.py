@@ -1,6 +1,6 @@
 """Finds the checkpoint of a model: a folder, or a name that is fetched from the Hugging Face hub.
 
-`huggingface_hub` downloads, shows the progress, resumes, and reads its own settings from the
+`huggingface_hub` downloads, shows the progress, tries again, and reads its own settings from the
 environment: HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE and the timeouts. This module decides
 which files are fetched, and turns every failure into one sentence. The configuration is fetched
 and checked before the weights.
@@ -13,7 +13,7 @@ import re
 import shutil
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -233,7 +233,7 @@ def _check_files(model: str, names: dict[str, int]) -> None:
 
 @contextmanager
 def _ended_by_interrupt() -> Iterator[None]:
-    """Let Ctrl-C end the process at once; the next start continues the download.
+    """Let Ctrl-C end the process at once. The cache keeps the files that are complete.
 
     KeyboardInterrupt would wait for the threads of the client, each of which first completes its
     file.
@@ -242,11 +242,24 @@ def _ended_by_interrupt() -> Iterator[None]:
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, lambda number, frame: _end_by(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end_by(number: int) -> None:
+    """Remove the incomplete files that this process writes, which the client never uses again, and
+    end the process by the signal.
+    """
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            path = link.readlink()
+            if path.suffix == ".incomplete":
+                path.unlink()
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)
 
 
 @contextmanager
@@ -332,8 +345,8 @@ def _failed(model: str, error: Exception) -> ConfigError:
     cache, reason = constants.HF_HUB_CACHE, _reason(error)
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return ConfigError(
-            f"the disk of {cache} is full; free some space and start again: the download then "
-            "continues"
+            f"the disk of {cache} is full; free some space and start again: files that are "
+            "complete are kept"
         )
     if isinstance(error, OSError) and error.filename is not None:
         return ConfigError(
@@ -342,8 +355,8 @@ def _failed(model: str, error: Exception) -> ConfigError:
         )
     return ConfigError(
         f"{model} cannot be fetched from {constants.ENDPOINT} ({reason}); check the network, "
-        "HF_TOKEN, HF_ENDPOINT and the variables of proxies, and start again: a download then "
-        "continues"
+        "HF_TOKEN, HF_ENDPOINT and the variables of proxies, and start again: files that are "
+        "complete are kept"
     )
 
 

@@ -8,6 +8,7 @@ command works; packages of an extra are imported by `run`, after the check that 
 
 import argparse
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from kvferry.cli.extras import check_extra
 from kvferry.cli.runtime import raise_file_limit
 from kvferry.config.fields import nearest
 from kvferry.errors import ConfigError, KVFerryError
+from kvferry.logs import show
 
 __all__ = ["COMMANDS", "CommandEntry", "main", "make_parser"]
 
@@ -181,7 +183,7 @@ def _overview() -> str:
 
 
 def _report_error(error: KVFerryError, code: int) -> int:
-    print(f"kvferry: {error}", file=sys.stderr)
+    show(f"kvferry: {error}", logging.ERROR)
     return code
 
 

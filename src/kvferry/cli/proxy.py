@@ -24,7 +24,7 @@ from kvferry.config.private_files import (
     runtime_directory,
 )
 from kvferry.errors import ConfigError
-from kvferry.logs import configure_logs
+from kvferry.logs import configure_logs, show
 from kvferry.protocol.tickets import PushTicketKey
 from kvferry.router.config_file import read_access, read_config_file
 from kvferry.router.fleet.instances import Instance, Role, pair_instances
@@ -321,7 +321,8 @@ def _announce(address: Address, is_tls: bool, made_key: Path | None) -> None:
             f"the admin key for /admin and /dashboard is in {shown_path}; try curl -H "
             f'"Authorization: Bearer $(cat {shown_path})" {scheme}://{where}/admin/instances'
         )
-    print("\n".join(lines), flush=True)
+    for line in lines:
+        show(line)
     announce_address(where, os.environ)
 
 

@@ -34,7 +34,7 @@ from kvferry.engine.client import EngineClient
 from kvferry.engine.model.config import read_model_config
 from kvferry.engine.options import EngineOptions
 from kvferry.errors import ConfigError
-from kvferry.logs import configure_logs
+from kvferry.logs import configure_logs, show
 from kvferry.router.fleet.instances import Role, parse_instance
 from kvferry.router.fleet.registration import DEFAULT_TTL_S, Registrar
 from kvferry.transports.registry import ConfiguredTransportKit
@@ -487,5 +487,5 @@ def _listening(model_name: str, address: Address) -> None:
 
     announce(model_name, dialable(address))
     request = {"model": model_name, "prompt": "Hello", "max_tokens": 16, "stream": True}
-    print(f"kvferry: try {curl_command(address, request)}", flush=True)
+    show(f"kvferry: try {curl_command(address, request)}")
     announce_address(address, os.environ)

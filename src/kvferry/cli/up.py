@@ -29,6 +29,7 @@ from kvferry.cli.arguments import (
 from kvferry.cli.checkpoints import find_checkpoint, has_chat_template, is_hub_name
 from kvferry.cli.cluster.addresses import check_listenable, curl_command
 from kvferry.cli.cluster.http_client import (
+    Completion,
     TransportTotals,
     complete,
     read_transport_totals,
@@ -53,7 +54,7 @@ from kvferry.cli.cluster.vllm_servers import (
 )
 from kvferry.cli.runtime import STOP_SIGNALS, add_log_arguments, log_settings, stop_signals
 from kvferry.engine.model.config import read_model_config
-from kvferry.errors import ConfigError, KVFerryError
+from kvferry.errors import ConfigError, KVFerryError, RequestRefused, TransportError
 from kvferry.types import Address
 
 __all__ = [
@@ -223,9 +224,16 @@ def run(arguments: argparse.Namespace) -> int:
         _show_logs_on_failure(cluster),
     ):
         router = _start_cluster(cluster, launch)
-        totals = _show_sample(cluster, router, options)
-        if arguments.once:
-            return 0 if totals else 1
+        try:
+            totals = _show_sample(cluster, router, options)
+        except (RequestRefused, TransportError) as error:
+            # The servers may have taken minutes to start, and may answer other requests.
+            if arguments.once:
+                raise
+            _print(f"\nthe sample request failed: {error}")
+        else:
+            if arguments.once:
+                return 0 if totals else 1
         _show_address(router, launch)
         return _serve_until_stopped(cluster)
 
@@ -367,9 +375,12 @@ def _start_cluster(cluster: LocalCluster, launch: LocalLaunch) -> Address:
 def _show_sample(
     cluster: LocalCluster, router: Address, options: UpOptions
 ) -> list[TransportTotals]:
-    request = sample_request(options, SYSTEM_MESSAGE, QUESTION)
     since = time.monotonic()
-    answer = complete(router, request | {"temperature": 0}, SAMPLE_TIMEOUT_S)
+    try:
+        answer = _ask(router, options, SYSTEM_MESSAGE, QUESTION)
+    except RequestRefused:
+        # The chat templates of some models refuse system messages.
+        answer = _ask(router, options, QUESTION)
     took_s = time.monotonic() - since
     totals = sum_transport_totals(
         part for address in cluster.decoders for part in read_transport_totals(address)
@@ -385,6 +396,11 @@ def _show_sample(
     if not totals:
         _print("moved:  nothing; the decode instance computed the prompt")
     return totals
+
+
+def _ask(router: Address, options: UpOptions, *messages: str) -> Completion:
+    request = sample_request(options, *messages)
+    return complete(router, request | {"temperature": 0}, SAMPLE_TIMEOUT_S)
 
 
 def sample_request(options: UpOptions, *messages: str) -> dict[str, Any]:

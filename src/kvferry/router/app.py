@@ -291,7 +291,7 @@ class RouterApp:
 
 
 def _log_unexpected_end(task: asyncio.Task[None]) -> None:
-    """Log the error that ended a background task: the router serves on without what the task did."""
+    """Log the error that ended a background task. The router serves on without the task."""
     error = None if task.cancelled() else task.exception()
     if error is not None:
         _log.error("a background task of the router ended; restart the router", exc_info=error)

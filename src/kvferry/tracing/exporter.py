@@ -44,7 +44,7 @@ def check_variables(endpoint: str) -> None:
             f"the OpenTelemetry SDK refuses a variable ({error}); check those that begin with "
             "OTEL_BSP_ and OTEL_EXPORTER_OTLP_"
         ) from None
-    processor.shutdown()
+    processor.shutdown()  # type: ignore[no-untyped-call]
 
 
 def _processor(endpoint: str) -> BatchSpanProcessor:

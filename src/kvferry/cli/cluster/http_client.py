@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.cli.cluster.addresses import completion_path
-from kvferry.errors import TransportError
+from kvferry.errors import RequestRefused, TransportError
 from kvferry.types import Address
 
 __all__ = [
@@ -65,7 +65,11 @@ def is_healthy(address: Address) -> bool:
 
 
 def complete(address: Address, request: dict[str, Any], timeout_s: float) -> Completion:
-    """Return the answer to one request; raise TransportError with the server's error message."""
+    """Return the answer to one request.
+
+    Raises RequestRefused if the server answers 400, TransportError if it fails otherwise; both have
+    the server's error message.
+    """
     status, body = _call(
         address, "POST", completion_path(request), json.dumps(request).encode(), timeout_s
     )
@@ -77,7 +81,8 @@ def complete(address: Address, request: dict[str, Any], timeout_s: float) -> Com
         reason = answer["error"]["message"]
     except (ValueError, LookupError, TypeError):
         reason = body[:500].decode(errors="replace")
-    raise TransportError(f"{address} answered the sample request with status {status}: {reason}")
+    message = f"{address} answered the sample request with status {status}: {reason}"
+    raise RequestRefused(message) if status == 400 else TransportError(message)
 
 
 def _text(choice: dict[str, Any]) -> str:

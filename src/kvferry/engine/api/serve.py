@@ -9,7 +9,6 @@ import errno
 import logging
 import signal
 import socket
-import sys
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from kvferry.engine.api.errors import JsonErrorRunner
 from kvferry.engine.api.metrics import MetricSource
 from kvferry.engine.options import EngineOptions
 from kvferry.errors import ConfigError, KVFerryError
+from kvferry.logs import show
 from kvferry.types import Address
 
 __all__ = [
@@ -296,7 +296,7 @@ def _is_server_fault(record: logging.LogRecord) -> bool:
 
 def announce(model_name: str, address: Address) -> None:
     """Print the address for the user."""
-    print(f"kvferry: serving {model_name} on http://{address}", flush=True)
+    show(f"kvferry: serving {model_name} on http://{address}")
 
 
 def run_on_fast_loop(main: Coroutine[Any, Any, Result]) -> Result:
@@ -393,7 +393,7 @@ async def _finish(
             {idle, second_signal}, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED
         )
         if drain.num_live:
-            print("kvferry: stopping with unfinished requests", file=sys.stderr, flush=True)
+            show("kvferry: stopping with unfinished requests", logging.ERROR)
             drain.cancel_all()
             await asyncio.wait({idle}, timeout=_ERROR_REPLY_TIMEOUT_S)
     finally:

@@ -224,8 +224,8 @@ class GenerateHandler:
 
 
 def _read_opaque(route: Route, request: ServerRequest) -> ClientRequest | InvalidRequest:
-    # vLLM reads parameters from JSON in a field of a form too, and Starlette decodes the fields of a
-    # form by the charset of its content type.
+    # vLLM also reads parameters from JSON in a field of a form, and Starlette decodes the fields of
+    # a form by the charset of its content type.
     if b"kv_transfer_params" in _without_escapes(request.body):
         return InvalidRequest(400, "a form must not contain kv_transfer_params")
     if _OTHER_CHARSET.search(request.headers.get("content-type") or ""):
