@@ -154,7 +154,9 @@ def test_settings_with_which_the_client_fails_are_one_sentence(
 def test_ctrl_c_ends_a_download_at_once(files: Path, tmp_path: Path) -> None:
     with Hub.of_folder(NAME, files, stalls="model.safetensors").serving() as hub:
         own = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": hub.url, "HF_HUB_DOWNLOAD_TIMEOUT": "300"}
-        command = [sys.executable, "-m", "kvferry", "serve", NAME, "--port", "0"]
+        # A test run in the background ignores SIGINT, and its children inherit that.
+        command = ["env", "--default-signal=INT", sys.executable]
+        command += ["-m", "kvferry", "serve", NAME, "--port", "0"]
         with subprocess.Popen(command, env=os.environ | own, cwd=tmp_path) as process:
             try:
                 assert hub.stalled.wait(60)

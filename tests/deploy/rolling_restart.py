@@ -1,7 +1,8 @@
 """A rolling restart of a fleet of processes under streams.
 
-Every engine in turn gets SIGTERM, as from a service manager, and starts again at the same address,
-while clients keep a number of streams open through the router. `python -m
+Every engine and every router in turn gets SIGTERM, as from a service manager, and starts again at
+the same address, while clients keep a number of streams open. Clients know both routers, as a load
+balancer does: it sends nothing new to a router that is about to end. `python -m
 tests.deploy.rolling_restart --help` runs it by hand.
 """
 
@@ -46,7 +47,7 @@ class Restarts:
     streams: list[Stream] = field(default_factory=list)
     num_restarted: int = 0
     num_waited_for: int = 0
-    """Requests and leases that the engines still had when they were told to end."""
+    """Requests and leases that the processes still had when they were told to end."""
     took_s: float = 0.0
 
     @property
@@ -55,7 +56,7 @@ class Restarts:
 
 
 class Fleet:
-    """P and D engines behind one router; each can be restarted at its address."""
+    """P and D engines behind two routers; each process can be restarted at its address."""
 
     def __init__(self, cluster: Cluster, num_prefill: int, num_decode: int) -> None:
         self.cluster = cluster
@@ -65,41 +66,62 @@ class Fleet:
         ]
         starting = {name: self._start(name) for name in names}
         self.engines = {name: process.ready() for name, process in starting.items()}
-        started = list(self.engines.values())
-        self.router = cluster.proxy(started[:num_prefill], started[num_prefill:]).ready()
+        self._num_prefill = num_prefill
+        routers = [self._start_router() for _ in range(2)]
+        self.routers = [process.ready() for process in routers]
+
+    def _start_router(self, port: int = 0) -> Any:
+        engines = list(self.engines.values())
+        prefill, decode = engines[: self._num_prefill], engines[self._num_prefill :]
+        return self.cluster.proxy(prefill, decode, port=port)
 
     def _start(self, name: str, port: int = 0) -> Any:
         flags = ("--drain-timeout", f"{DRAIN_S:g}")
         return self.cluster.serve(name, *flags, extra=EXTRA, port=port)
 
-    def stop(self, name: str) -> None:
-        """Send SIGTERM and wait until the engine has ended by itself."""
-        engine = self.engines[name]
+    def restart(self, name: str) -> None:
+        """Send SIGTERM, wait until the engine has ended by itself, and start it again."""
+        self._stop(self.engines[name])
+        self.engines[name] = self._start(name, self.engines[name].address.port).ready()
+
+    def restart_router(self, router: Engine) -> None:
+        """The same for a router that clients no longer choose."""
+        self._stop(router)
+        self.routers.append(self._start_router(router.address.port).ready())
+
+    def _stop(self, engine: Engine) -> None:
         engine.process.terminate()
         engine.process.wait(DRAIN_S + 30)
         self.cluster.dismiss(engine.process)
 
-    def start_again(self, name: str) -> None:
-        self.engines[name] = self._start(name, self.engines[name].address.port).ready()
-
 
 async def roll(fleet: Fleet, num_streams: int, seed: int = 0) -> Restarts:
-    """Restart every engine of the fleet while `num_streams` streams are open at any time."""
+    """Restart every process of the fleet while `num_streams` streams are open at any time."""
     found, began, is_over = Restarts(), time.monotonic(), asyncio.Event()
-    prompts = _prompts(random.Random(seed))
+    rng = random.Random(seed)
+    prompts = _prompts(rng)
+    opening: list[Engine] = []
 
     async def client(session: aiohttp.ClientSession) -> None:
         while not is_over.is_set():
-            found.streams.append(await stream(session, fleet.router, next(prompts)))
+            router = rng.choice(fleet.routers)
+            found.streams.append(await stream(session, router, next(prompts), opening))
 
     async with new_session(LONGEST_STREAM_S) as session:
         clients = [asyncio.create_task(client(session)) for _ in range(num_streams)]
         try:
             for name in list(fleet.engines):
                 found.num_waited_for += await _busy(session, fleet.engines[name])
-                await asyncio.to_thread(fleet.stop, name)
-                await asyncio.to_thread(fleet.start_again, name)
+                await asyncio.to_thread(fleet.restart, name)
                 found.num_restarted += 1
+                await _until_known(session, fleet)
+            for _ in range(len(fleet.routers)):
+                router = fleet.routers.pop(0)
+                await _until_accepted(router, opening)
+                found.num_waited_for += await _num_active(session, router)
+                await asyncio.to_thread(fleet.restart_router, router)
+                found.num_restarted += 1
+                await _until_known(session, fleet)
             # Streams must also go to the last engine that came back.
             await _busy(session, fleet.engines[name])
         finally:
@@ -125,6 +147,29 @@ async def _busy(session: aiohttp.ClientSession, engine: Engine) -> int:
     return count
 
 
+async def _until_known(session: aiohttp.ClientSession, fleet: Fleet) -> None:
+    """Wait until every router uses all engines again: the next process may end only then."""
+
+    async def is_known() -> bool:
+        pages = [await metrics(session, router) for router in fleet.routers]
+        usable = [page["kvferry:router_usable_instances"] for page in pages]
+        return min(usable) == len(fleet.engines)
+
+    await until("the routers use all engines", is_known, timeout_s=60)
+
+
+async def _until_accepted(router: Engine, opening: list[Engine]) -> None:
+    async def has_accepted() -> bool:
+        return router not in opening
+
+    await until("the router has accepted what was on its way", has_accepted, timeout_s=60)
+
+
+async def _num_active(session: aiohttp.ClientSession, router: Engine) -> int:
+    # The page itself is one of the active requests.
+    return int((await metrics(session, router))["kvferry:router_active_requests"]) - 1
+
+
 def _prompts(rng: random.Random) -> Iterator[Prompt]:
     """Yield prompts that differ, so that each needs its own handover."""
     while True:
@@ -132,13 +177,22 @@ def _prompts(rng: random.Random) -> Iterator[Prompt]:
         yield Prompt(token_ids, max_tokens=rng.randrange(8, 64))
 
 
-async def stream(session: aiohttp.ClientSession, router: Engine, prompt: Prompt) -> Stream:
-    """Read one stream to its end; a failure of any kind is a value."""
+async def stream(
+    session: aiohttp.ClientSession, router: Engine, prompt: Prompt, opening: list[Engine]
+) -> Stream:
+    """Read one stream to its end; a failure of any kind is a value. `opening` has the router until
+    it has answered.
+    """
     token_ids: list[int] = []
+    opening.append(router)
     try:
-        async with session.post(
-            f"{router.url}/v1/completions", json=prompt.body() | {"stream": True}
-        ) as response:
+        try:
+            response = await session.post(
+                f"{router.url}/v1/completions", json=prompt.body() | {"stream": True}
+            )
+        finally:
+            opening.remove(router)
+        async with response:
             if response.status != 200:
                 return Stream(prompt, failure=f"{response.status}: {await response.text():.300}")
             async for line in response.content:
@@ -179,7 +233,7 @@ def main() -> None:
             found = asyncio.run(roll(fleet, arguments.streams))
             differ = asyncio.run(wrong(plain, [one for one in found.streams if not one.failure]))
     print(
-        f"{found.num_restarted} engines restarted in {found.took_s:.0f} s under "
+        f"{found.num_restarted} processes restarted in {found.took_s:.0f} s under "
         f"{arguments.streams} streams: {len(found.streams)} streams, "
         f"{len(found.failures)} failed, {len(differ)} with wrong tokens"
     )

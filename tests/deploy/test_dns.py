@@ -105,7 +105,7 @@ def test_a_router_follows_the_records_of_its_services(cluster: Cluster, tmp_path
 
                 server.zone[DECODE] = [D1]
                 await world.until_hosts(session, P, D1)
-                running = asyncio.create_task(stream(session, world.router, LONG))
+                running = asyncio.create_task(stream(session, world.router, LONG, []))
                 await until("D1 generates", lambda: is_busy(session, world.d1))
                 server.zone[DECODE] = [D2]
                 await until("D1 drains", lambda: has_state(session, D1, "draining"))

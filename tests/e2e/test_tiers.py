@@ -199,7 +199,7 @@ def test_tokens_are_right_if_each_tier_has_a_part_of_the_kv(
     """The faster tiers are too small for all prompts. The prompts that were asked last are asked
     first, while the faster tiers still have them.
     """
-    engine = replace(setup, sizes=("8MiB", "16MiB")).serve(cluster, "engine", *NO_PREFIX_CACHE)
+    engine = replace(setup, sizes=("4MiB", "8MiB")).serve(cluster, "engine", *NO_PREFIX_CACHE)
     prompts = PROMPTS[: len(expected)]
     assert asyncio.run(ask_all(engine, prompts)) == expected
     assert asyncio.run(ask_all(engine, prompts[::-1])) == expected[::-1]

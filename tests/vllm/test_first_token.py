@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.clients.environment import ask_with
 from tests.e2e.harness import Engine, metrics, new_session
 from tests.e2e.random_answers import Asked, give, give_all, random_requests
 from tests.vllm.conftest import Trio
@@ -65,6 +66,21 @@ def test_random_requests_get_the_answers_of_one_vllm(
             await assert_free(session, trio.p, trio.d)
 
     asyncio.run(check())
+
+
+@pytest.mark.parametrize("client", ["litellm", "langchain"])
+def test_other_packages_get_the_answers_of_one_engine(
+    early: Engine, trio: Trio, client: str
+) -> None:
+    async def num_early() -> float:
+        async with new_session() as session:
+            return (await metrics(session, early))[FROM_PREFILL]
+
+    before = asyncio.run(num_early())
+    found = ask_with(client, early.url, "tiny")
+    assert found == ask_with(client, trio.p.url, "tiny")
+    assert found["whole"] == found["streamed"] != ""
+    assert asyncio.run(num_early()) - before >= 2
 
 
 @pytest.mark.parametrize(

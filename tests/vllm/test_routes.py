@@ -14,6 +14,7 @@ from openai import NotFoundError, OpenAI
 from tests.clients.environment import ask_with
 from tests.e2e.harness import Engine, metrics, new_session
 from tests.vllm.conftest import Trio
+from tests.vllm.fleet import ready
 from tests.vllm.vllm_asking import assert_free
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -169,6 +170,30 @@ def test_tools_and_structured_output_are_those_of_one_engine(trio: Trio) -> None
         ]
         assert calls[0] == calls[1]
         assert calls[1].name == "port"
+
+
+def test_embeddings_and_scores_come_from_the_one_server_that_has_them(trio: Trio) -> None:
+    """D lacks these routes, and the router finds the server that has them."""
+    embeds = trio.fleet.vllm("embeds", "--runner", "pooling", "--convert", "embed", transfer=None)
+    ready(embeds)
+    router = trio.fleet.kvferry_router([trio.p], [trio.d, embeds])
+    ready(router)
+    texts = [question("harbour"), question("ferry"), "A short one."]
+    pair = {"queries": texts[0], "documents": texts[1:]}
+    for path, fields in (
+        ("/v1/embeddings", {"input": texts}),
+        ("/pooling", {"input": texts[2]}),
+        ("/score", pair),
+        ("/v1/rerank", {"query": texts[0], "documents": texts[1:]}),
+    ):
+        asked = {"model": MODEL, **fields}
+        (status, right), (routed, found) = (post(one, path, asked) for one in (embeds, router))
+        assert (status, routed) == (200, 200), (path, right, found)
+        results = "results" if "results" in right else "data"
+        assert len(found[results]) == len(right[results]) > 0
+        assert found[results] == right[results], path
+    trio.fleet.stop(router)
+    trio.fleet.stop(embeds)
 
 
 def test_routes_without_kv_are_served_by_one_instance(trio: Trio) -> None:
