@@ -297,6 +297,52 @@ def test_a_path_that_cannot_be_read_is_named(
                 find(model)
 
 
+@pytest.mark.parametrize(
+    ("flags", "is_fetched"),
+    [
+        ([], True),
+        (["--revision", "v1"], True),
+        (["--revision=v1", "--enforce-eager"], True),
+        (["--download-dir", "x"], False),
+    ],
+    ids=str,
+)
+def test_the_weights_of_vllm_servers_are_fetched_with_progress_before_they_start(
+    files: Path, tmp_path: Path, flags: list[str], is_fetched: bool
+) -> None:
+    """The stand-in of vLLM only dies, so all that the hub has sent was fetched before."""
+    (tmp_path / "dies").symlink_to(Path(__file__).with_name("stub_vllm.py"))
+    command = [sys.executable, "-m", "kvferry", "up", "--port", "0", "--vllm", NAME]
+    command += ["--vllm-python", str(tmp_path / "dies"), "--", *flags]
+    with Hub.of_folder(NAME, files).serving() as hub:
+        own = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": hub.url, "TMPDIR": str(tmp_path)}
+        result = subprocess.run(
+            command, env=os.environ | own, cwd=tmp_path, capture_output=True, text=True, timeout=90
+        )
+        assert "Engine core initialization failed" in result.stdout, result.stderr
+        assert ("model.safetensors" in hub.sent) == is_fetched
+        assert ("Fetching" in result.stderr) == is_fetched
+
+
+def test_vllm_servers_of_a_model_that_the_hub_refuses_are_not_started(
+    files: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "dies").symlink_to(Path(__file__).with_name("stub_vllm.py"))
+    command = [sys.executable, "-m", "kvferry", "up", "--port", "0", "--vllm", NAME]
+    with Hub.of_folder(NAME, files, token="hf_secret").serving() as hub:
+        own = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": hub.url}
+        result = subprocess.run(
+            [*command, "--vllm-python", str(tmp_path / "dies")],
+            env={k: v for k, v in os.environ.items() if k != "HF_TOKEN"} | own,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=90,
+        )
+    assert (result.returncode, result.stdout) == (2, ""), result.stderr
+    assert f"{NAME} is gated: accept its terms" in result.stderr
+
+
 def test_a_plan_fetches_the_configuration_alone(files: Path, tmp_path: Path) -> None:
     with Hub.of_folder(NAME, files).serving() as hub:
         result = subprocess.run(

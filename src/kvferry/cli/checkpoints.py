@@ -33,6 +33,7 @@ __all__ = [
     "find_config",
     "has_chat_template",
     "is_hub_name",
+    "prefetch",
 ]
 
 DEFAULT_MODEL = Path(engine.__file__).parent / "default_model"
@@ -84,6 +85,23 @@ def find_config(model: str, revision: str | None = None) -> Path:
     check_extra(f"the model {model}", "engine", ["huggingface_hub"])
     with _explained(model, revision), _ended_by_interrupt():
         return _fetch_config(model, revision)
+
+
+def prefetch(model: str, revision: str | None) -> None:
+    """Fetch the weights of a hub model into the cache, so that vLLM, which shows no progress, finds
+    them there. Weights in other formats, and a hub that does not answer, are left to vLLM.
+
+    Raises ConfigError if the hub refuses the model.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    with (
+        _explained(model, revision),
+        _ended_by_interrupt(),
+        suppress(LocalEntryNotFoundError),
+    ):
+        snapshot_download(model, revision=revision, allow_patterns=list(PATTERNS))
 
 
 def has_chat_template(model: Path) -> bool:

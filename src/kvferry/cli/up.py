@@ -26,7 +26,7 @@ from kvferry.cli.arguments import (
     parse_port,
     show_argument,
 )
-from kvferry.cli.checkpoints import find_checkpoint, has_chat_template, is_hub_name
+from kvferry.cli.checkpoints import find_checkpoint, has_chat_template, is_hub_name, prefetch
 from kvferry.cli.cluster.addresses import check_listenable, curl_command
 from kvferry.cli.cluster.http_client import (
     Completion,
@@ -292,6 +292,9 @@ def _vllm_servers(options: UpOptions, arguments: argparse.Namespace) -> _VllmSer
     # Not resolved: the interpreter of a virtual environment is a link.
     python = Path(arguments.vllm_python or sys.executable).absolute()
     machine = probe_vllm(python, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    revision = fleet.hub_revision(os.environ)
+    if is_hub_name(fleet.model) and revision is not None:
+        prefetch(fleet.model, revision)
     servers = place_servers(fleet, machine, python, os.environ)
     logs = arguments.log_dir
     with _explained_writes("--log-dir" if logs else "TMPDIR", logs or "the temporary directory"):

@@ -256,6 +256,19 @@ class VllmFleet:
         """The name that clients use for the model."""
         return self.directory.resolve().name if self.directory.is_dir() else self.model
 
+    def hub_revision(self, environ: Mapping[str, str]) -> str | None:
+        """The revision that the servers load from the cache of the Hugging Face client; None if a
+        flag or a variable lets them load from elsewhere.
+        """
+        names = [re.split(r"=", flag, maxsplit=1)[0] for flag in self.flags]
+        if environ.get("VLLM_USE_MODELSCOPE") or {"--download-dir", "--load-format"} & {*names}:
+            return None
+        if "--revision" not in names:
+            return "main"
+        position = names.index("--revision")
+        _, has_value, value = self.flags[position].partition("=")
+        return value if has_value else "".join(self.flags[position + 1 : position + 2])
+
     @property
     def tp_sizes(self) -> dict[str, int]:
         """The TP size of each server by name, prefill servers first."""
