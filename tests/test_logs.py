@@ -202,6 +202,14 @@ def test_a_wrong_call_raises_nothing_where_it_logs(
     assert capsys.readouterr().err.count("--- Logging error ---") == 2
 
 
+def test_a_process_that_logs_json_writes_its_address_as_json_whatever_the_level() -> None:
+    code = "import kvferry.logs as l; l.configure_logs(l.LogSettings('error', 'json')); "
+    code += "l.show('kvferry: serving on http://127.0.0.1:1')"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    written = json.loads(ran.stderr)
+    assert (ran.stdout, written["message"]) == ("", "serving on http://127.0.0.1:1")
+
+
 def test_a_message_may_be_any_object(log: Log) -> None:
     for _ in range(2):
         log.logger.warning({"tried": [1, 2]})

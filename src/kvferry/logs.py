@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TextIO
 
 from kvferry.errors import ConfigError
 
@@ -109,14 +109,17 @@ def current_settings() -> LogSettings:
     return LogSettings(names[-1] if names else LEVELS[0], "json" if is_json else "text")
 
 
-def show(text: str, level: int = logging.INFO) -> None:
-    """Print lines for the operator: on stderr if they are errors, else on stdout. A process that
-    logs JSON writes them to its log, so that all its lines are JSON.
+def show(text: str, level: int = logging.INFO, stream: TextIO | None = None) -> None:
+    """Print lines for the operator: on `stream`, or on stderr if they are errors, else on stdout. A
+    process that logs JSON writes them to its log, whatever its level, so that all lines are JSON.
     """
     if current_settings().format == "json":
-        logging.getLogger("kvferry").log(level, text.removeprefix("kvferry: "))
+        root, message = logging.getLogger(), text.removeprefix("kvferry: ")
+        root.handle(root.makeRecord("kvferry", level, "", 0, message, (), None))
     else:
-        print(text, file=sys.stderr if level >= logging.ERROR else sys.stdout, flush=True)
+        print(
+            text, file=stream or (sys.stderr if level >= logging.ERROR else sys.stdout), flush=True
+        )
 
 
 # -- formats --

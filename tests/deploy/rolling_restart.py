@@ -46,8 +46,8 @@ class Restarts:
 
     streams: list[Stream] = field(default_factory=list)
     num_restarted: int = 0
-    num_waited_for: int = 0
-    """Requests and leases that the processes still had when they were told to end."""
+    num_waited_for: list[int] = field(default_factory=list)
+    """Requests and leases that each process still had when it was told to end."""
     took_s: float = 0.0
 
     @property
@@ -111,14 +111,13 @@ async def roll(fleet: Fleet, num_streams: int, seed: int = 0) -> Restarts:
         clients = [asyncio.create_task(client(session)) for _ in range(num_streams)]
         try:
             for name in list(fleet.engines):
-                found.num_waited_for += await _busy(session, fleet.engines[name])
+                found.num_waited_for.append(await _busy(session, fleet.engines[name]))
                 await asyncio.to_thread(fleet.restart, name)
                 found.num_restarted += 1
                 await _until_known(session, fleet)
             for _ in range(len(fleet.routers)):
                 router = fleet.routers.pop(0)
-                await _until_accepted(router, opening)
-                found.num_waited_for += await _num_active(session, router)
+                found.num_waited_for.append(await _active(session, router, opening))
                 await asyncio.to_thread(fleet.restart_router, router)
                 found.num_restarted += 1
                 await _until_known(session, fleet)
@@ -158,14 +157,13 @@ async def _until_known(session: aiohttp.ClientSession, fleet: Fleet) -> None:
     await until("the routers use all engines", is_known, timeout_s=60)
 
 
-async def _until_accepted(router: Engine, opening: list[Engine]) -> None:
-    async def has_accepted() -> bool:
+async def _active(session: aiohttp.ClientSession, router: Engine, opening: list[Engine]) -> int:
+    """Wait until the router has answered what was on its way. Return how many streams it has."""
+
+    async def has_answered() -> bool:
         return router not in opening
 
-    await until("the router has accepted what was on its way", has_accepted, timeout_s=60)
-
-
-async def _num_active(session: aiohttp.ClientSession, router: Engine) -> int:
+    await until("the router has answered what was on its way", has_answered, timeout_s=60)
     # The page itself is one of the active requests.
     return int((await metrics(session, router))["kvferry:router_active_requests"]) - 1
 

@@ -343,6 +343,18 @@ def test_a_form_with_transfer_params_is_refused(name: str) -> None:
     uvloop.run(scene())
 
 
+@pytest.mark.parametrize(("num_escapes", "expected"), [(1000, 200), (1001, 400)])
+def test_a_form_with_very_many_escapes_is_refused(num_escapes: int, expected: int) -> None:
+    async def scene() -> None:
+        async with stage(prefills, completes) as s:
+            fields = {"prompt": num_escapes * r"\u0041"}
+            form = aiohttp.FormData(fields, default_to_multipart=True)
+            async with s.session.post(f"{s.url}/v1/audio/transcriptions", data=form) as answer:
+                assert answer.status == expected
+
+    uvloop.run(scene())
+
+
 @pytest.mark.parametrize(
     ("charset", "expected"),
     [

@@ -9,9 +9,11 @@ The import of huggingface_hub takes half a second, so functions that fetch a nam
 """
 
 import errno
+import os
 import re
 import shutil
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -54,6 +56,9 @@ SMALL_FILES = (
     CHAT_TEMPLATE,
     INDEX,
 )
+_EXIT_INTERRUPTED = 130
+_ABANDONED = re.compile(r".+\.[0-9a-f]{8}\.incomplete")
+"""A partial file whose name is never used again. Older clients continue those of other names."""
 PATTERNS = (*SMALL_FILES, "model.safetensors", "model-*-of-*.safetensors")
 """All files that the embedded engine reads. Files with pickles are never fetched."""
 
@@ -93,15 +98,29 @@ def prefetch(model: str, revision: str | None) -> None:
 
     Raises ConfigError if the hub refuses the model.
     """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]
+        HfHubHTTPError,
+        HTTPError,
+        LocalEntryNotFoundError,
+    )
 
-    with (
-        _explained(model, revision),
-        _ended_by_interrupt(),
-        suppress(LocalEntryNotFoundError),
-    ):
-        snapshot_download(model, revision=revision, allow_patterns=list(PATTERNS))
+    with _explained(model, revision), _ended_by_interrupt():
+        try:
+            info = HfApi().model_info(
+                model, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT
+            )
+            # Where a repository has both, vLLM loads these files, of Mistral's format.
+            if any(file.rfilename.startswith("consolidated") for file in info.siblings or ()):
+                return
+            snapshot_download(model, revision=revision, allow_patterns=list(PATTERNS))
+        # No answer of the hub, or HF_HUB_OFFLINE.
+        except (LocalEntryNotFoundError, ConnectionError):
+            return
+        except HTTPError as error:
+            has_answer = isinstance(error, HfHubHTTPError)
+            if has_answer and not _cached_folder(model).is_dir():
+                raise
 
 
 def has_chat_template(model: Path) -> bool:
@@ -260,24 +279,39 @@ def _ended_by_interrupt() -> Iterator[None]:
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    signal.signal(signal.SIGINT, lambda number, frame: _end_by(number))
+    # Python runs a handler only after the call of the main thread has returned, and a lookup of the
+    # hub's name may take half a minute. The wakeup pipe gets the signal at once.
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.signal(signal.SIGINT, lambda number, frame: None)
+    before = signal.set_wakeup_fd(writer)
+    waiting = threading.Thread(target=_await_interrupt, args=(reader,), daemon=True)
+    waiting.start()
     try:
         yield
     finally:
+        signal.set_wakeup_fd(before)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.close(writer)  # ends the thread
+        waiting.join()
+        os.close(reader)
 
 
-def _end_by(number: int) -> None:
-    """Remove the incomplete files that this process writes, which the client never uses again, and
-    end the process by the signal.
+def _await_interrupt(reader: int) -> None:
+    """End the process when SIGINT arrives, without the incomplete files that it writes: the client
+    never uses them again.
     """
+    while number := os.read(reader, 1):
+        if number[0] == signal.SIGINT:
+            break
+    else:
+        return
     for link in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
             path = link.readlink()
-            if path.suffix == ".incomplete":
+            if _ABANDONED.fullmatch(path.name):
                 path.unlink()
-    signal.signal(number, signal.SIG_DFL)
-    signal.raise_signal(number)
+    os._exit(_EXIT_INTERRUPTED)
 
 
 @contextmanager

@@ -478,7 +478,7 @@ async def _serve(
 
 
 def _show_stage(stage: str) -> None:
-    print(f"kvferry: {stage}", file=sys.stderr, flush=True)
+    show(f"kvferry: {stage}", stream=sys.stderr)
 
 
 def _listening(model_name: str, address: Address) -> None:

@@ -38,13 +38,23 @@ def find_traces_endpoint(command: str, given: str, environ: Mapping[str, str]) -
                 "kvferry sends spans by http/protobuf only; set "
                 "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL=http/protobuf and the collector's HTTP port"
             )
-        # Imported here, because the packages belong to the extra [tracing].
-        from kvferry.tracing.exporter import check_variables
-
-        check_variables(endpoint)
+        _check_variables(endpoint)
     except (ConfigError, MissingDependency) as error:
         if given:
             raise
         _log.warning("tracing is off: %s", error)
         return ""
     return endpoint
+
+
+def _check_variables(endpoint: str) -> None:
+    """Raise ConfigError if the SDK refuses a variable. It reads some when it is imported."""
+    try:
+        # Imported here, because the packages belong to the extra [tracing].
+        from kvferry.tracing.exporter import check_variables
+
+        check_variables(endpoint)
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"the OpenTelemetry SDK refuses a variable ({error}); check those that begin with OTEL_"
+        ) from None

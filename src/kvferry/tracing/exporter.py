@@ -17,7 +17,6 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
 from kvferry import __version__
-from kvferry.errors import ConfigError
 from kvferry.tracing.spans import SpanWriter
 
 __all__ = ["TraceExporter", "check_variables"]
@@ -36,15 +35,8 @@ _QUIETED_LOGGERS = (
 
 
 def check_variables(endpoint: str) -> None:
-    """Raise ConfigError if the SDK refuses a variable, such as a queue shorter than a batch."""
-    try:
-        processor = _processor(endpoint)
-    except ValueError as error:
-        raise ConfigError(
-            f"the OpenTelemetry SDK refuses a variable ({error}); check those that begin with "
-            "OTEL_BSP_ and OTEL_EXPORTER_OTLP_"
-        ) from None
-    processor.shutdown()  # type: ignore[no-untyped-call]
+    """Raise what the SDK raises if it refuses a variable, such as a queue shorter than a batch."""
+    _processor(endpoint).shutdown()  # type: ignore[no-untyped-call]
 
 
 def _processor(endpoint: str) -> BatchSpanProcessor:

@@ -175,6 +175,8 @@ MAX_HUB_NAME_CHARS = 193
 _NO_KEYS = "the router reaches the servers on loopback by plain HTTP and without a key"
 _ONE_SERVER = "--prefill and --decode say how many servers are started"
 _RANKS = "--prefill-tp and --decode-tp say how many GPUs each server gets"
+_OTHER_SOURCES = {"--download-dir", "--load-format", "--config"}
+"""Flags by which vLLM may load a model from elsewhere than the cache of the Hugging Face client."""
 _REFUSED_FLAGS = {
     "--model": "--vllm names the model",
     "--served-model-name": "clients use the name of the model or of its folder",
@@ -260,8 +262,9 @@ class VllmFleet:
         """The revision that the servers load from the cache of the Hugging Face client; None if a
         flag or a variable lets them load from elsewhere.
         """
-        names = [re.split(r"=", flag, maxsplit=1)[0] for flag in self.flags]
-        if environ.get("VLLM_USE_MODELSCOPE") or {"--download-dir", "--load-format"} & {*names}:
+        # vLLM accepts both spellings.
+        names = [flag.partition("=")[0].replace("_", "-") for flag in self.flags]
+        if environ.get("VLLM_USE_MODELSCOPE") or _OTHER_SOURCES & {*names}:
             return None
         if "--revision" not in names:
             return "main"
