@@ -123,7 +123,7 @@ def may_continue(client: ClientRequest) -> bool:
         return False
     if not all(_is_allowed(name, fields) for name in fields):
         return False
-    # Engines take 1 or "true" for true as well, and only the router adds P's ids to the answer.
+    # The router adds the ids of P's token if this field is true. Engines also accept 1 and "true".
     if bytes(fields.get("return_token_ids", b"null")) not in (b"true", b"false", b"null"):
         return False
     # A seed sets the state of a random generator. D's generator would begin in that state, and not

@@ -230,7 +230,8 @@ def _read_opaque(route: Route, request: ServerRequest) -> ClientRequest | Invali
     # vLLM also reads parameters from JSON in a field of a form, and Starlette decodes the fields of
     # a form by the charset of its content type.
     if request.body.count(_ESCAPE) > _MAX_ESCAPES:
-        return InvalidRequest(400, f"a form has more than {_MAX_ESCAPES} JSON escapes of ASCII")
+        message = f"a form must not have more than {_MAX_ESCAPES} JSON escapes such as \\u0041"
+        return InvalidRequest(400, message)
     if b"kv_transfer_params" in _ASCII_ESCAPE.sub(_unescaped, request.body):
         return InvalidRequest(400, "a form must not contain kv_transfer_params")
     if _OTHER_CHARSET.search(request.headers.get("content-type") or ""):
