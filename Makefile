@@ -18,7 +18,7 @@ VLLM_VENV := .venv-vllm$(if $(filter-out $(VLLM_NEWEST),$(VLLM_VERSION)),-$(VLLM
 VLLM_STAMP := $(VLLM_VENV)/.kvferry-setup
 VLLM_PACKAGES := $(VLLM_VENV)/.packages-setup
 # Of older releases: inside tests (among them the comparison of signatures), tokens, abuse, push.
-VLLM_TESTS := $(if $(filter $(VLLM_NEWEST),$(VLLM_VERSION)),-m vllm,$(patsubst %,tests/vllm/test_%.py,inside tokens abuse push stock_tiers))
+VLLM_TESTS := $(if $(filter $(VLLM_NEWEST),$(VLLM_VERSION)),-m vllm,$(patsubst %,tests/vllm/test_%.py,inside tokens abuse push))
 GPU_VENV := .venv-gpu
 GPU_STAMP := $(GPU_VENV)/.kvferry-setup
 LMCACHE_VENV := .venv-lmcache

@@ -239,9 +239,7 @@ def test_two_ranks_find_what_two_ranks_have_stored_and_one_rank_finds_nothing(
 def test_one_flipped_bit_in_each_object_is_refused(
     tmp_path: Path, model: Path, storage: Storage
 ) -> None:
-    """The controls: objects that were damaged and sealed again give other tokens; vLLM's own tier,
-    in tests/vllm/test_stock_tiers.py.
-    """
+    """The control: objects that were damaged and sealed again give other tokens."""
     disk, kept = storage.folder / "disk", storage.folder / "kept"
     with Fleet(tmp_path / "fleet", model) as fleet:
         engine = serve(fleet, storage, "first", "disk")
@@ -294,7 +292,6 @@ def other(tmp_path_factory: pytest.TempPathFactory, model: Path) -> OtherCheckpo
 def test_another_checkpoint_at_the_same_path_finds_nothing(
     tmp_path: Path, storage: Storage, other: OtherCheckpoint
 ) -> None:
-    """The control, vLLM's own tier, is in tests/vllm/test_stock_tiers.py."""
     path = tmp_path / "model"
     put_checkpoint(path, seed=0)
     with Fleet(tmp_path / "fleet", path) as fleet:

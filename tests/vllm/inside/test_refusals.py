@@ -26,6 +26,7 @@ from vllm.v1.kv_cache_interface import (
     SinkFullAttentionSpec,
     SlidingWindowSpec,
 )
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from kvferry.errors import ConfigError
 
@@ -190,3 +191,10 @@ def test_what_can_be_served_is_not_refused(
     config: VllmConfig, role: KVConnectorRole, cache: KVCacheConfig
 ) -> None:
     make(config, cache, role)
+
+
+@pytest.mark.parametrize("tier", ["KVFerryDiskTier", "KVFerryObjectTier"])
+def test_a_secondary_tier_of_vllms_own_connector_names_its_replacement(tier: str) -> None:
+    entry = {"type": tier, "module_path": "kvferry.vllm.stock_tiers", "path": "/var/cache/kvferry"}
+    with pytest.raises(ConfigError, match=f"{tier} no longer exists: .* OffloadingConnector"):
+        SecondaryTierFactory.get_tier_class(entry)
