@@ -22,7 +22,7 @@ from pathlib import Path
 from kvferry.bench.router.load import LoadSpec, connect_router_client, run_load
 from kvferry.bench.router.messages import BenchMessages
 from kvferry.bench.router.stubs import start_stubs
-from kvferry.bench.vllm.servers import free_ports
+from kvferry.cli.cluster.vllm_servers import free_ports
 from kvferry.types import Address
 
 CONFIG = """\

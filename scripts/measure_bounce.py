@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 
 from kvferry.transports.base import DataTransport, Segments
-from kvferry.transports.nixl.bounce.transport import BounceNixlTransport, BounceSettings
+from kvferry.transports.nixl.bounce.settings import BounceSettings
+from kvferry.transports.nixl.bounce.transport import BounceNixlTransport
 from kvferry.transports.nixl.transport import NetworkReach, NixlTransport
 from kvferry.types import EngineId, Epoch, MemoryKind, PeerId, Region
 

@@ -22,16 +22,9 @@ from pathlib import Path
 from kvferry.bench.figures import quantile
 from kvferry.bench.vllm.client import PromptMaker, time_to_first_token_s
 from kvferry.bench.vllm.gpu_handover import FLAGS, MARGIN_TOKENS, VARIABLES, gpu_model_directory
-from kvferry.bench.vllm.servers import (
-    LOOPBACK,
-    ROLES,
-    ServerPair,
-    VllmServer,
-    free_ports,
-    launch_servers,
-    wait_healthy,
-)
+from kvferry.bench.vllm.servers import ROLES, ServerPair, VllmServer, launch_servers, wait_healthy
 from kvferry.cli.cluster.http_client import is_healthy
+from kvferry.cli.cluster.vllm_servers import LOOPBACK, free_ports
 from kvferry.types import Address
 
 CONNECTORS = {"pull": "NixlConnector", "push": "NixlPushConnector"}

@@ -36,11 +36,11 @@ from kvferry.bench.vllm.gpu_handover import FLAGS, MARGIN_TOKENS, VARIABLES, gpu
 from kvferry.bench.vllm.servers import (
     RunningServers,
     VllmServer,
-    free_ports,
     launch_servers,
     model_directory,
     wait_healthy,
 )
+from kvferry.cli.cluster.vllm_servers import free_ports
 from kvferry.types import Address
 
 DEVICES = {"cpu": (2, [1000, 4000]), "cuda": (16, [4000, 32000])}

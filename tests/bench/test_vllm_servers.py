@@ -9,13 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvferry.bench.vllm.servers import (
-    VllmServer,
-    check_cuda,
-    check_vllm,
-    default_python,
-    free_ports,
-)
+from kvferry.bench.vllm.servers import VllmServer, check_cuda, check_vllm, default_python
+from kvferry.cli.cluster.vllm_servers import free_ports
 from kvferry.errors import ConfigError
 
 PULL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}

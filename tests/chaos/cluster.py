@@ -17,7 +17,7 @@ from tests.e2e.harness import Cluster, Engine, Host, Starting
 from tests.e2e.hosts import Hosts, why_impossible
 from tests.e2e.proxied_engine import BEHIND, Channels
 
-from kvferry.bench.vllm.servers import free_ports
+from kvferry.cli.cluster.vllm_servers import free_ports
 from kvferry.errors import KVFerryError
 from kvferry.testing.fault_proxy import FaultProxy
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.connectors.pair import Blocks, EngineRequest, EngineSide, step_until
 
-from kvferry.bench.vllm.servers import free_ports
+from kvferry.cli.cluster.vllm_servers import free_ports
 from kvferry.connectors.stock import StockInterop
 from kvferry.errors import ConfigError
 from kvferry.protocol import messages as codec

@@ -20,7 +20,7 @@ from tests.e2e.harness import (
     new_session,
 )
 
-from kvferry.bench.vllm.servers import free_ports
+from kvferry.cli.cluster.vllm_servers import free_ports
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.harness import Cluster, Engine, Prompt, Starting, ask, metrics, new_session
 from tests.e2e.operator_commands import ALONE, HOSTS, PAIRS, OperatorCommand
 
-from kvferry.bench.vllm.servers import free_ports
+from kvferry.cli.cluster.vllm_servers import free_ports
 from kvferry.engine.make_model.writer import make_model
 from kvferry.errors import KVFerryError
 

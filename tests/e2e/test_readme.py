@@ -23,8 +23,8 @@ from tests.e2e.harness import (
     until,
 )
 
-from kvferry.bench.vllm.servers import free_ports
 from kvferry.cli.cluster.processes import ChildProcess, ProcessGroup
+from kvferry.cli.cluster.vllm_servers import free_ports
 from kvferry.types import Address
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]

@@ -12,7 +12,8 @@ import torch
 from kvferry.testing.transport_pairs import MEMORY_BYTES, Bytes, TransportSide, layout
 from kvferry.transports.base import DataTransport
 from kvferry.transports.cuda_ipc.transport import CudaIpcTransport
-from kvferry.transports.nixl.bounce.transport import BounceNixlTransport, BounceSettings
+from kvferry.transports.nixl.bounce.settings import BounceSettings
+from kvferry.transports.nixl.bounce.transport import BounceNixlTransport
 from kvferry.transports.nixl.transport import NixlTransport
 from kvferry.transports.torch_dist.settings import DistSettings
 from kvferry.transports.torch_dist.transport import DistTransport

@@ -22,7 +22,8 @@ from kvferry.protocol.messages import (
     HeartbeatReply,
     PushRegistration,
 )
-from kvferry.protocol.producer import Producer, ProducerSettings
+from kvferry.protocol.producer import Producer
+from kvferry.protocol.push import ProducerSettings
 from kvferry.protocol.tickets import PushTicket, PushTicketKey, Ticket, TicketKey
 from kvferry.protocol.transfer import PushInfo
 from kvferry.types import Address, EngineId, EngineIncarnation, Epoch, PeerId, RequestId, Route

@@ -20,7 +20,8 @@ from kvferry.protocol.messages import (
     HeartbeatReply,
     Refused,
 )
-from kvferry.protocol.producer import Producer, ProducerSettings
+from kvferry.protocol.producer import Producer
+from kvferry.protocol.push import ProducerSettings
 from kvferry.protocol.tickets import PushTicketKey, Ticket, TicketKey
 from kvferry.types import EngineId, Epoch, LeaseEnd, RequestId, Route
 

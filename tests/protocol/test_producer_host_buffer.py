@@ -19,7 +19,8 @@ from kvferry.protocol.messages import (
     Ready,
     Refused,
 )
-from kvferry.protocol.producer import Producer, ProducerSettings
+from kvferry.protocol.producer import Producer
+from kvferry.protocol.push import ProducerSettings
 from kvferry.protocol.tickets import PushTicketKey
 from kvferry.types import EngineId, Epoch, LeaseEnd, RequestId, Route
 

@@ -33,7 +33,8 @@ from kvferry.protocol.messages import (
     Refused,
     encode_layout,
 )
-from kvferry.protocol.producer import Producer, ProducerSettings
+from kvferry.protocol.producer import Producer
+from kvferry.protocol.push import ProducerSettings
 from kvferry.protocol.tickets import HOLE, Ticket
 from kvferry.protocol.transfer import PushInfo
 from kvferry.types import Address, EngineId, EngineIncarnation, Epoch, PeerId, RequestId, Route

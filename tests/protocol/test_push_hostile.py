@@ -22,7 +22,8 @@ from tests.protocol.test_push_matcher import answers
 
 from kvferry.protocol import push_matcher as push_desk
 from kvferry.protocol.messages import PushCancel, PushOffer, PushRegistration, Refused
-from kvferry.protocol.producer import Producer, ProducerSettings
+from kvferry.protocol.producer import Producer
+from kvferry.protocol.push import ProducerSettings
 from kvferry.protocol.push_matcher import PushMatcher
 from kvferry.types import EngineId, Epoch, RequestId, Route
 

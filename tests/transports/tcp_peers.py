@@ -13,7 +13,14 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from kvferry.transports.base import Completion, DataTransport, Handle, Segments, TransportOffer
+from kvferry.transports.base import (
+    Completion,
+    DataTransport,
+    Handle,
+    Operation,
+    Segments,
+    TransportOffer,
+)
 from kvferry.transports.tcp import wire
 from kvferry.transports.tcp.transport import TcpTransport
 from kvferry.types import EngineId, Epoch, PeerId, Region
@@ -122,7 +129,7 @@ def rest_of(connection: socket.socket) -> bytes:
     return received
 
 
-def request(operation: wire.Operation, *runs: tuple[int, int], grant_id: int = 0) -> bytes:
+def request(operation: Operation, *runs: tuple[int, int], grant_id: int = 0) -> bytes:
     rows = np.array(runs, np.int64)
     return wire.pack_header(operation, rows, grant_id) + rows.tobytes()
 

@@ -30,11 +30,8 @@ from kvferry.testing.transport_pairs import (
 )
 from kvferry.transports.base import Segments, TransportOffer
 from kvferry.transports.nixl.bounce import transport as bounce_transport
-from kvferry.transports.nixl.bounce.transport import (
-    WAITING_INTERVAL_S,
-    BounceNixlTransport,
-    BounceSettings,
-)
+from kvferry.transports.nixl.bounce.settings import BounceSettings
+from kvferry.transports.nixl.bounce.transport import WAITING_INTERVAL_S, BounceNixlTransport
 from kvferry.transports.nixl.transport import NixlTransport
 from kvferry.types import EngineId, Epoch, MemoryKind, PeerId, Region
 

@@ -16,7 +16,8 @@ from kvferry.transports.base import Completion, DataTransport, Segments
 from kvferry.transports.memory import MemoryNetwork, MemoryTransport
 from kvferry.transports.nixl.bounce import transport as bounce_transport
 from kvferry.transports.nixl.bounce.memory import BufferMemory, HostMemory
-from kvferry.transports.nixl.bounce.transport import BounceNixlTransport, BounceSettings
+from kvferry.transports.nixl.bounce.settings import BounceSettings
+from kvferry.transports.nixl.bounce.transport import BounceNixlTransport
 from kvferry.transports.nixl.transport import NixlTransport
 from kvferry.types import EngineId, Epoch, PeerId, Region
 

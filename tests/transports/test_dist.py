@@ -27,7 +27,7 @@ from tests.transports.tcp_peers import (
 )
 
 from kvferry.errors import TransportError
-from kvferry.transports.base import Segments, TransportOffer
+from kvferry.transports.base import Operation, Segments, TransportOffer
 from kvferry.transports.copy.gather import AddressCopies, HostAddressCopier
 from kvferry.transports.tcp import wire
 from kvferry.transports.torch_dist import channel as dist_channel
@@ -189,10 +189,8 @@ def test_a_refusal_and_an_early_end_are_errors(near: Side) -> None:
     assert _read_from_liar(near, leave)
 
 
-@pytest.mark.parametrize("operation", [wire.Operation.READ, wire.Operation.WRITE])
-def test_a_peer_is_refused_memory_out_of_range(
-    near: Side, far: Side, operation: wire.Operation
-) -> None:
+@pytest.mark.parametrize("operation", [Operation.READ, Operation.WRITE])
+def test_a_peer_is_refused_memory_out_of_range(near: Side, far: Side, operation: Operation) -> None:
     first = far.regions[0].address
     for address in (first - 1, first + BLOCKS * BLOCK - BLOCK + 1, 0, -8, 1 << 62):
         channel = Channel.dial(far.offer)
@@ -239,7 +237,7 @@ def test_bytes_that_arrive_after_a_revocation_do_not_reach_the_cache(far: Side) 
     group = PairGroup.meet(channel, Backend.GLOO, Member.DIALLER, 0)
     rows = np.array([[far.regions[0].address, BLOCK]], "<i8")
     for is_revoked in (False, True):
-        channel.send(wire.pack_header(wire.Operation.WRITE, rows, 3), rows.tobytes())
+        channel.send(wire.pack_header(Operation.WRITE, rows, 3), rows.tobytes())
         assert channel.receive_reply() == ""
         if is_revoked:
             far.bytes[:] = CANARY

@@ -39,7 +39,7 @@ from kvferry.testing.transport_pairs import (
     SMALL_BLOCKS,
     TransportSide,
 )
-from kvferry.transports.base import Completion, DataTransport, Segments
+from kvferry.transports.base import Completion, DataTransport, Operation, Segments
 from kvferry.transports.faulty import FaultyTransport, parse_faults
 from kvferry.transports.memory import MemoryNetwork, MemoryTransport
 from kvferry.transports.tcp import server as tcp_server
@@ -177,22 +177,20 @@ def test_bytes_that_come_after_the_revocation_land_nowhere(far: Memory, sent_bef
     body = b"\x05" * (3 * BLOCK)
     with introduce(far.offer) as connection:
         connection.sendall(
-            request(wire.Operation.WRITE, (far.first, 3 * BLOCK), grant_id=GRANT_ID)
-            + body[:sent_before]
+            request(Operation.WRITE, (far.first, 3 * BLOCK), grant_id=GRANT_ID) + body[:sent_before]
         )
         until(lambda: np.count_nonzero(far.bytes == 5) == sent_before)
         assert wait(far.transport, far.transport.revoke_writes(GRANT_ID)).ok
         far.bytes[:] = CANARY
         connection.sendall(body[sent_before:])
         connection.sendall(
-            request(wire.Operation.WRITE, (far.first, 3 * BLOCK), grant_id=GRANT_ID) + body
+            request(Operation.WRITE, (far.first, 3 * BLOCK), grant_id=GRANT_ID) + body
         )
         assert_not_lent(receive_reply(connection))
         far.transport.grant_writes(GRANT_ID + 1, [range(BLOCKS)])
         with contextlib.suppress(OSError):
             connection.sendall(
-                request(wire.Operation.WRITE, (far.first, BLOCK), grant_id=GRANT_ID + 1)
-                + body[:BLOCK]
+                request(Operation.WRITE, (far.first, BLOCK), grant_id=GRANT_ID + 1) + body[:BLOCK]
             )
             connection.shutdown(socket.SHUT_WR)
         assert rest_of(connection) == b"", "a connection that was turned away was served again"
@@ -206,7 +204,7 @@ def test_several_who_receive_are_taken_back_together_and_whoever_asks_twice_is_t
     with introduce(far.offer) as first, introduce(far.offer) as second:
         for nth, connection in enumerate((first, second)):
             connection.sendall(
-                request(wire.Operation.WRITE, (far.first + nth * BLOCK, BLOCK), grant_id=GRANT_ID)
+                request(Operation.WRITE, (far.first + nth * BLOCK, BLOCK), grant_id=GRANT_ID)
                 + b"\x05" * 100
             )
         until(lambda: np.count_nonzero(far.bytes == 5) == 200)
@@ -222,7 +220,7 @@ def test_a_writer_that_was_turned_away_and_goes_on_is_hung_up_on(
 ) -> None:
     monkeypatch.setattr(tcp_server, "MAX_SINKS", 3)
     with introduce(far.offer) as connection:
-        connection.sendall(request(wire.Operation.WRITE, (far.first, BLOCK), grant_id=GRANT_ID))
+        connection.sendall(request(Operation.WRITE, (far.first, BLOCK), grant_id=GRANT_ID))
         sent = 0
         with contextlib.suppress(ConnectionError):
             while sent < 1000:
@@ -271,7 +269,7 @@ def test_a_write_lands_exactly_when_its_number_is_lent_and_every_byte_is_in_its_
     with introduce(far.offer) as connection:
         with contextlib.suppress(ConnectionError):
             sent = request(
-                wire.Operation.WRITE,
+                Operation.WRITE,
                 *((far.first + offset, size) for offset, size in runs),
                 grant_id=grant_id,
             )
@@ -289,9 +287,7 @@ def test_a_write_lands_exactly_when_its_number_is_lent_and_every_byte_is_in_its_
 def test_a_read_that_names_a_number_is_refused(far: Memory) -> None:
     far.transport.grant_writes(GRANT_ID, [GRANTED_BLOCKS])
     with introduce(far.offer) as connection:
-        connection.sendall(
-            request(wire.Operation.READ, (far.first + 3 * BLOCK, 64), grant_id=GRANT_ID)
-        )
+        connection.sendall(request(Operation.READ, (far.first + 3 * BLOCK, 64), grant_id=GRANT_ID))
         assert "only writes" in receive_reply(connection)[1]
 
 

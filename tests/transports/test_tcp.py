@@ -30,6 +30,7 @@ from tests.transports.tcp_peers import (
 )
 
 from kvferry.errors import ConfigError, LocalProtocolError
+from kvferry.transports.base import Operation
 from kvferry.transports.tcp import server as tcp_server
 from kvferry.transports.tcp import wire
 from kvferry.transports.tcp.transport import TcpTransport
@@ -44,7 +45,7 @@ def test_a_stranger_reads_nothing_and_is_sent_away(
         b"",
         b"GET / HTTP/1.1\r\n\r\n",
         secrets.token_bytes(32),
-        secrets.token_bytes(48) + request(wire.Operation.READ, (far.first, 64)),
+        secrets.token_bytes(48) + request(Operation.READ, (far.first, 64)),
     ):
         with dial(far.offer) as connection:
             connection.sendall(said)
@@ -70,10 +71,10 @@ def has_been_closed(connection: socket.socket, within_s: float = 0.0) -> bool:
     return bool(poller.poll(within_s * 1000))
 
 
-@pytest.mark.parametrize("operation", list(wire.Operation))
+@pytest.mark.parametrize("operation", list(Operation))
 @pytest.mark.parametrize("shift", [-1, BLOCKS * BLOCK - 63, BLOCKS * BLOCK, 1 << 40, -(1 << 40)])
 def test_a_peer_touches_only_what_was_offered(
-    near: Memory, far: Memory, operation: wire.Operation, shift: int
+    near: Memory, far: Memory, operation: Operation, shift: int
 ) -> None:
     before = far.bytes.copy()
     with introduce(far.offer) as connection:
@@ -109,7 +110,7 @@ def test_a_peer_that_takes_nothing_of_what_it_asked_for_is_sent_away(
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         with contextlib.suppress(ConnectionError, TimeoutError):
             for _ in range(200):
-                connection.sendall(request(wire.Operation.READ, *whole))
+                connection.sendall(request(Operation.READ, *whole))
         assert has_been_closed(connection, within_s=DEADLINE_S)
         assert len(rest_of(connection)) < 200 * BLOCKS * BLOCK
     assert_still_serves(near, far)

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import RemoteProtocolError
+from kvferry.transports.base import Operation
 from kvferry.transports.tcp import wire
 from kvferry.types import Region
 
@@ -50,13 +51,13 @@ def test_runs_are_allowed_exactly_when_every_byte_of_them_is_registered(
 
 
 def test_a_header_says_what_is_asked_for() -> None:
-    header = wire.pack_header(wire.Operation.WRITE, rows_of((1000, 10), (1200, 30)))
+    header = wire.pack_header(Operation.WRITE, rows_of((1000, 10), (1200, 30)))
     assert len(header) == wire.HEADER_BYTES
-    assert wire.unpack_header(header) == wire.Header(wire.Operation.WRITE, 2, 40, 0)
-    numbered = wire.pack_header(wire.Operation.WRITE, rows_of((1000, 10)), 2**64 - 1)
-    assert wire.unpack_header(numbered) == wire.Header(wire.Operation.WRITE, 1, 10, 2**64 - 1)
+    assert wire.unpack_header(header) == wire.Header(Operation.WRITE, 2, 40, 0)
+    numbered = wire.pack_header(Operation.WRITE, rows_of((1000, 10)), 2**64 - 1)
+    assert wire.unpack_header(numbered) == wire.Header(Operation.WRITE, 1, 10, 2**64 - 1)
     with pytest.raises(RemoteProtocolError, match="only writes"):
-        wire.unpack_header(wire.pack_header(wire.Operation.READ, rows_of((1000, 10)), 1))
+        wire.unpack_header(wire.pack_header(Operation.READ, rows_of((1000, 10)), 1))
 
 
 @given(st.binary(min_size=wire.HEADER_BYTES, max_size=wire.HEADER_BYTES))

@@ -15,8 +15,8 @@ from tests.vllm.conftest import Trio
 from tests.vllm.fleet import BY_MODULE_PATH, ready
 from tests.vllm.vllm_asking import assert_free
 
-from kvferry.bench.vllm.servers import free_ports
 from kvferry.cli.cluster.http_client import is_healthy
+from kvferry.cli.cluster.vllm_servers import free_ports
 
 DEADLINE_S = 45.0
 """Above every deadline of the connector that can apply to a request here."""

@@ -16,8 +16,9 @@ from typing import Any
 from tests.e2e.harness import Engine, ProcessRegistry
 from tests.forkserver.client import ForkServer
 
-from kvferry.bench.vllm.servers import VllmServer, free_ports
+from kvferry.bench.vllm.servers import VllmServer
 from kvferry.cli.cluster.http_client import is_healthy
+from kvferry.cli.cluster.vllm_servers import free_ports
 from kvferry.errors import KVFerryError
 from kvferry.types import Address
 

@@ -12,7 +12,7 @@ from tests.forkserver.client import ForkServer
 from tests.vllm.documented import documented
 from tests.vllm.fleet import LOOPBACK, MODULES, ROOT, START_S, TAIL_LINES, VARIABLES, Fleet
 
-from kvferry.bench.vllm.servers import free_ports
+from kvferry.cli.cluster.vllm_servers import free_ports
 from kvferry.types import Address
 
 ENVIRONMENT = ROOT / ".venv-lmcache"

@@ -21,7 +21,7 @@ from tests.vllm.right import BYTES_PER_TOKEN, PROMPTS, Right
 from tests.vllm.test_routers import start_vllm_router
 from tests.vllm.vllm_asking import ONLY_THE_BEST, assert_free, stream
 
-from kvferry.bench.vllm.servers import free_ports
+from kvferry.cli.cluster.vllm_servers import free_ports
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 

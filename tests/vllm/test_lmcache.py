@@ -23,7 +23,7 @@ from tests.vllm.lmcache_fleet import (
 from tests.vllm.right import PROMPTS, Right
 from tests.vllm.vllm_asking import assert_free
 
-from kvferry.bench.vllm.servers import free_ports
+from kvferry.cli.cluster.vllm_servers import free_ports
 from kvferry.errors import KVFerryError
 from kvferry.types import Address
 

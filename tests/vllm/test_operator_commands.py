@@ -13,7 +13,7 @@ from tests.vllm.fleet import LOOPBACK, Fleet, ready
 from tests.vllm.right import PROMPTS
 from tests.vllm.vllm_asking import stream
 
-from kvferry.bench.vllm.servers import free_ports
+from kvferry.cli.cluster.vllm_servers import free_ports
 from kvferry.types import Address
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.exhaustive]

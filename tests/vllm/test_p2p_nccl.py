@@ -21,7 +21,7 @@ from tests.vllm.killed import assert_right_or_error, kill_p_while_d_reads, kill_
 from tests.vllm.right import PROMPTS, Right
 from tests.vllm.vllm_asking import assert_free, random_prompts
 
-from kvferry.bench.vllm.servers import free_ports
+from kvferry.cli.cluster.vllm_servers import free_ports
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -26,7 +26,7 @@ from tests.vllm.fleet import Fleet, ready
 from tests.vllm.right import BYTES_PER_TOKEN
 from tests.vllm.vllm_asking import stream
 
-from kvferry.bench.vllm.servers import free_ports
+from kvferry.cli.cluster.vllm_servers import free_ports
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 

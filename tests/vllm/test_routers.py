@@ -20,7 +20,7 @@ from tests.vllm.vllm_asking import ONLY_THE_BEST, assert_free, stream
 
 from kvferry.bench.router.contestants import Tools, missing_packages
 from kvferry.bench.router.report import Router
-from kvferry.bench.vllm.servers import free_ports
+from kvferry.cli.cluster.vllm_servers import free_ports
 from kvferry.types import Address
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]

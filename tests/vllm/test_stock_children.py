@@ -25,7 +25,7 @@ from tests.vllm.test_lmcache import (
 from tests.vllm.test_multi import NIXL, OFFLOADING, example, multi
 from tests.vllm.vllm_asking import assert_free
 
-from kvferry.bench.vllm.servers import free_ports
+from kvferry.cli.cluster.vllm_servers import free_ports
 
 pytestmark = [
     pytest.mark.vllm,

@@ -16,7 +16,7 @@ from kvferry.protocol.handshake import ServedEngine, answer
 from kvferry.protocol.layout import Geometry, dense_axes, heads_of, region_info
 from kvferry.protocol.messages import HandshakeRequest, OfferInfo, RankLayout
 from kvferry.protocol.peers import PeerSettings
-from kvferry.protocol.producer import ProducerSettings
+from kvferry.protocol.push import ProducerSettings
 from kvferry.protocol.tickets import Ticket, TicketKey, runs_from_blocks
 from kvferry.testing.local import ManualClock
 from kvferry.transports.base import ControlTransport, DataTransport, Received

@@ -27,8 +27,6 @@ from kvferry.engine.options import EngineOptions
 from kvferry.errors import ConfigError, KVFerryError
 from kvferry.testing.local import LocalTransportKit
 
-__all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "make_row", "run"]
-
 DESCRIPTION = (
     "Measure the time per output token of an embedded engine against the length of the context and "
     "the number of requests that decode\ntogether. The KV of the prompts is made up by "

@@ -34,19 +34,6 @@ from kvferry.engine.runner import Runner
 from kvferry.errors import KVFerryError
 from kvferry.testing.local import LocalTransportKit
 
-__all__ = [
-    "DESCRIPTION",
-    "EXAMPLES",
-    "BackgroundReader",
-    "DecodeStream",
-    "Pace",
-    "StepTimes",
-    "add_arguments",
-    "make_rows",
-    "run",
-]
-
-
 # -- background reader --
 # A thread that reads from a producer. The thread owns the transports, gets its pace through the
 # inbox and reports the duration of each transfer through the outbox.

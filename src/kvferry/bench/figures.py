@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-__all__ = ["MIN_SAMPLES", "Tolerance", "Verdict", "judge", "quantile", "ratio", "rounded"]
-
 
 def quantile(values: Sequence[float], share: float) -> float | None:
     """Return the value below which this share of the values lies; None without values.

@@ -24,13 +24,11 @@ from typing import Any
 from kvferry.bench.figures import quantile, ratio, rounded
 from kvferry.bench.vllm.client import PromptMaker, VllmConnection
 from kvferry.bench.vllm.servers import (
-    LOOPBACK,
     MODEL_NAME,
     OURS,
     TRANSFER_CONFIGS,
     VllmServer,
     add_vllm_arguments,
-    free_ports,
     model_directory,
     parse_count,
     print_progress,
@@ -39,11 +37,10 @@ from kvferry.bench.vllm.servers import (
 from kvferry.cli.arguments import Parser
 from kvferry.cli.cluster.http_client import is_healthy
 from kvferry.cli.cluster.processes import ChildProcess, ProcessGroup
+from kvferry.cli.cluster.vllm_servers import LOOPBACK, free_ports
 from kvferry.cli.runtime import stop_signals
 from kvferry.errors import KVFerryError, TransportError
 from kvferry.types import Address
-
-__all__ = ["DESCRIPTION", "EXAMPLES", "Sample", "add_arguments", "make_rows", "run"]
 
 DESCRIPTION = (
     "Measure the time to the first token through the router, from D (the usual path) and from P "

@@ -34,23 +34,6 @@ from kvferry.protocol.tickets import PushTicket, PushTicketKey
 from kvferry.sizing.hf_config import auto_dtype, shape_of_config
 from kvferry.transports.registry import ConfiguredTransportKit
 
-__all__ = [
-    "CHUNK_TOKENS",
-    "DESCRIPTION",
-    "EXAMPLES",
-    "HEADROOM_TOKENS",
-    "Facts",
-    "HandoverPair",
-    "HandoverSamples",
-    "Mode",
-    "Moved",
-    "add_arguments",
-    "make_rows",
-    "run",
-    "start_pair",
-]
-
-
 # -- engine pair --
 # P and D as two core processes; one prompt at a time is prefilled by P and decoded by D. All code
 # runs on one asyncio loop; every wait has a timeout.

@@ -40,18 +40,6 @@ from kvferry.connectors.stats import merge_stats
 from kvferry.errors import KVFerryError
 from kvferry.transports.registry import ConfiguredTransportKit
 
-__all__ = [
-    "DESCRIPTION",
-    "EXAMPLES",
-    "LeaseBenchEngine",
-    "RemoteCall",
-    "add_arguments",
-    "judge_rows",
-    "run",
-    "run_engine_process",
-]
-
-
 # -- engine process --
 # One engine's connector, scheduler half and worker half, with a real transfer worker, in its own
 # process. There is no model: the main thread makes the connector calls of an engine step, or

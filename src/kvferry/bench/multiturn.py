@@ -36,23 +36,6 @@ from kvferry.engine.make_model.writer import make_model
 from kvferry.errors import ConfigError, KVFerryError, TransportError
 from kvferry.types import Address
 
-__all__ = [
-    "DESCRIPTION",
-    "EXAMPLES",
-    "MODEL_NAME",
-    "Arrangement",
-    "BenchFleet",
-    "Lengths",
-    "PrefillCounts",
-    "TurnAnswer",
-    "TurnSample",
-    "add_arguments",
-    "make_rows",
-    "run",
-    "start_fleets",
-]
-
-
 # -- fleets --
 # The processes of a fleet and the requests to a fleet. All calls block and have a timeout. However
 # the benchmark ends, no process is left behind (see `kvferry.cli.cluster.processes`).

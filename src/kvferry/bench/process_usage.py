@@ -7,16 +7,6 @@ from pathlib import Path
 
 from kvferry.errors import KVFerryError
 
-__all__ = [
-    "ProcessUsage",
-    "cpu_seconds",
-    "device_bytes_by_process",
-    "parse_device_bytes",
-    "process_tree",
-    "read_usage",
-    "run_queue_wait_s",
-]
-
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 NVIDIA_SMI = ("nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits")
 NVIDIA_SMI_S = 20.0

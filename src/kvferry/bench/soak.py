@@ -40,24 +40,6 @@ from kvferry.engine.options import EngineOptions
 from kvferry.errors import ConfigError, KVFerryError
 from kvferry.transports.registry import ConfiguredTransportKit
 
-__all__ = [
-    "ABORTED_OUTCOMES",
-    "BLOCK_SIZE",
-    "DESCRIPTION",
-    "EXAMPLES",
-    "TOLERANCES",
-    "SoakLoad",
-    "SoakOutcome",
-    "SoakPair",
-    "SoakResult",
-    "SoakTally",
-    "add_arguments",
-    "run",
-    "soak",
-    "start_pair",
-]
-
-
 # -- engine pair --
 # P and D as two core processes, and one transfer after another between the two. The benchmark works
 # below HTTP: requests are sent to the engine cores directly, as an API process sends requests, so

@@ -53,7 +53,7 @@ from kvferry.protocol.consumer_context import ConsumerSettings
 from kvferry.protocol.layout import Geometry, region_info
 from kvferry.protocol.messages import Factor, OfferInfo, RankLayout, encode_layout
 from kvferry.protocol.peers import PeerSettings
-from kvferry.protocol.producer import ProducerSettings
+from kvferry.protocol.push import ProducerSettings
 from kvferry.transports.base import (
     BlockStore,
     CacheMemory,

@@ -32,24 +32,6 @@ from kvferry.protocol.messages import (
 from kvferry.protocol.planning import BlockPermutation, Segments
 from kvferry.types import PeerId, RequestId, Route
 
-__all__ = [
-    "Action",
-    "CloseConnection",
-    "ClosePeer",
-    "CopyToHostBuffer",
-    "GrantWrites",
-    "OpenPeer",
-    "PlaceBlocks",
-    "Reply",
-    "ReplyMessage",
-    "RevokeWrites",
-    "Send",
-    "StartRead",
-    "StartWrite",
-    "StopRead",
-    "StopWrite",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Send:

@@ -70,8 +70,6 @@ from kvferry.protocol.transfer import (
 )
 from kvferry.types import Address, EngineIncarnation, Epoch, PeerId, RequestId
 
-__all__ = ["Consumer"]
-
 _E = TransferEvent
 # In CONFIRMING, `Confirmed` or `Refused` is in flight and is the more precise answer. In the other
 # two the producer has withdrawn the lease or dropped the registration, as expected.

@@ -37,14 +37,6 @@ from kvferry.protocol.transfer import (
 )
 from kvferry.types import EngineId, EngineIncarnation, Epoch, PeerId, RequestId
 
-__all__ = [
-    "ConsumerContext",
-    "ConsumerSettings",
-    "ProducerClient",
-    "QueuedEvent",
-    "TransferTimings",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsumerSettings:

@@ -17,16 +17,6 @@ import msgspec
 
 from kvferry.errors import RemoteProtocolError
 
-__all__ = [
-    "DIGEST_BYTES",
-    "MAX_CHAIN_POINTS",
-    "MAX_POINTS",
-    "Fingerprint",
-    "common_prefix",
-    "fingerprint",
-    "shared_prefix",
-]
-
 # Equal hashes stand for equal tokens and untrusted clients write the texts, so 8 bytes would be too
 # few (docs/decisions/033-reuse.md).
 DIGEST_BYTES = 16

@@ -33,15 +33,6 @@ from kvferry.protocol.messages import (
 )
 from kvferry.types import EngineId, Epoch
 
-__all__ = [
-    "ServedEngine",
-    "TransportChoice",
-    "answer",
-    "candidate_transports",
-    "check_reply",
-    "named_factors",
-]
-
 MAX_OFFERS = 16
 
 

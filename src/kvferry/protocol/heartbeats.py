@@ -12,9 +12,6 @@ from typing import Generic, TypeVar
 
 from kvferry.types import RequestId
 
-__all__ = ["READ_BEGINS", "Deadlines", "DueHeartbeat", "HeartbeatSchedule", "heartbeat_interval_s"]
-
-
 K = TypeVar("K", bound=str | int)
 _MAX_STALE = 64
 """The heap may hold this many stale entries before a rebuild is considered."""

@@ -27,9 +27,6 @@ from kvferry.protocol.outbox import Outbox
 from kvferry.protocol.tickets import HOLE
 from kvferry.types import RequestId, Route
 
-__all__ = ["BlockTables", "CopyResult", "HostBufferCopies", "HostCopyQueue", "Publication"]
-
-
 # -- copy queue --
 # If two copies share a block, the later copy waits until the earlier copy has ended. After a
 # preemption the engine reuses blocks at once, while a copy for their previous owner may still run.

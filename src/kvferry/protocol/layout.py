@@ -27,25 +27,6 @@ from kvferry.errors import IncompatiblePeer, RemoteProtocolError
 from kvferry.protocol.messages import RankLayout, RegionInfo
 from kvferry.types import Axis, AxisKind, KVLayout, MemoryKind, Region
 
-__all__ = [
-    "CommonAxis",
-    "Geometry",
-    "RankMapping",
-    "arrival_axes",
-    "can_divide",
-    "check_geometry",
-    "common_axes",
-    "dense_axes",
-    "geometry_from_layout",
-    "heads_of",
-    "heads_to_read",
-    "is_dense",
-    "offsets_along",
-    "rank_mappings",
-    "reads_in_producers_order",
-    "region_info",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class RankMapping:

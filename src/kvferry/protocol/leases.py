@@ -31,9 +31,6 @@ from kvferry.errors import LocalProtocolError
 from kvferry.events import LeaseEnded
 from kvferry.types import LeaseEnd, RequestId
 
-__all__ = ["MAX_TURN_ID_CHARS", "LeaseTable", "OpenQuestions", "TextsById", "TicketStatus"]
-
-
 MAX_READERS = 8192
 """Readers of one lease, awaited readers included. Enough for a large number of samples of one
 prompt, each on a few ranks.

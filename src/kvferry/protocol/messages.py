@@ -32,55 +32,6 @@ import msgspec
 from kvferry.errors import LocalProtocolError, RemoteProtocolError
 from kvferry.protocol.fingerprints import Fingerprint
 
-__all__ = [
-    "MAX_FACTORS",
-    "MAX_FACTOR_CHARS",
-    "MAX_LEASES_PER_HEARTBEAT",
-    "MAX_MESSAGE_BYTES",
-    "MAX_NAME_CHARS",
-    "OLDEST_WIRE_VERSION",
-    "STATES_WIRE_VERSION",
-    "WIRE_VERSION",
-    "Attach",
-    "Confirm",
-    "Confirmed",
-    "Detach",
-    "Factor",
-    "FailureReply",
-    "FailureRequest",
-    "HandshakeRefused",
-    "HandshakeReply",
-    "HandshakeRequest",
-    "Heartbeat",
-    "HeartbeatReply",
-    "Message",
-    "OfferInfo",
-    "PushCancel",
-    "PushOffer",
-    "PushRegistration",
-    "PushWithdrawal",
-    "RankLayout",
-    "Ready",
-    "Refused",
-    "RegionInfo",
-    "Release",
-    "ReleaseLeg",
-    "RetainedTurnReply",
-    "RetainedTurnRequest",
-    "Revoke",
-    "Revoked",
-    "ToConsumer",
-    "ToProducer",
-    "WriteFailed",
-    "WriteGrantInfo",
-    "Written",
-    "decode",
-    "decode_layout",
-    "encode",
-    "encode_layout",
-]
-
-
 WIRE_VERSION = 9
 OLDEST_WIRE_VERSION = 8
 """The oldest version of a peer. Engines of two neighbouring versions work in one fleet, so that a

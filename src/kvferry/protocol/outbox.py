@@ -10,8 +10,6 @@ from kvferry.events import Event
 from kvferry.protocol.actions import Action, Reply, ReplyMessage
 from kvferry.types import Route
 
-__all__ = ["Outbox"]
-
 
 @dataclass(slots=True)
 class Outbox:

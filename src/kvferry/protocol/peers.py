@@ -38,8 +38,6 @@ from kvferry.protocol.messages import (
 )
 from kvferry.types import Address, EngineIncarnation, Epoch, PeerId
 
-__all__ = ["UNKNOWN_EPOCH", "LostPeer", "Peer", "PeerSettings", "PeerTable", "PeerUser"]
-
 FIRST_BACKOFF_S = 0.5
 LAST_BACKOFF_S = 10.0
 MAX_REJECTIONS = 1000

@@ -30,14 +30,6 @@ from kvferry.protocol.layout import (
 from kvferry.protocol.tickets import HOLE
 from kvferry.types import Axis, AxisKind, MemoryKind, Region
 
-__all__ = [
-    "BlockPermutation",
-    "Segments",
-    "check_state_boundary",
-    "plan_permutations",
-    "plan_read",
-]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockPermutation:

@@ -51,8 +51,6 @@ from kvferry.protocol.push_writer import PushWriter
 from kvferry.protocol.tickets import PushTicketKey, Ticket, TicketKey
 from kvferry.types import RequestId, Route
 
-__all__ = ["PendingReaders", "Producer", "ProducerSettings"]
-
 
 @dataclass(slots=True)
 class PendingReaders:

@@ -28,8 +28,6 @@ from kvferry.protocol.push_writer import PushWriter
 from kvferry.protocol.tickets import PushTicketKey, TicketKey
 from kvferry.types import Address, EngineId, Epoch, LeaseEnd, RequestId, Route
 
-__all__ = ["ProducerSettings", "PushCoordinator"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProducerSettings:

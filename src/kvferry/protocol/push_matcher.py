@@ -37,20 +37,6 @@ from kvferry.protocol.messages import (
 )
 from kvferry.types import RequestId, Route
 
-__all__ = [
-    "MAX_LEASES_WAITED",
-    "MAX_TOMBSTONES",
-    "MatchIndex",
-    "MatchKey",
-    "MatcherReply",
-    "MatcherResult",
-    "PrefillDeclined",
-    "PushMatcher",
-    "PushTombstones",
-    "ReaderLeft",
-]
-
-
 # -- match index --
 # Finds the counterpart of a leg by match id or by request id.
 

@@ -44,8 +44,6 @@ from kvferry.protocol.tickets import MAX_TP_SIZE, Ticket
 from kvferry.protocol.transfer import next_tokens, reader_name
 from kvferry.types import Address, EngineId, EngineIncarnation, Epoch, PeerId, RequestId, Route
 
-__all__ = ["Landed", "PushWriter", "WriterSettings"]
-
 MAX_WRITERS = 20_000
 """Maximum number of readers that we write for; further ones get `WriteFailed` and read instead."""
 

@@ -57,17 +57,6 @@ from kvferry.protocol.transfer import (
 )
 from kvferry.types import EngineIncarnation, PeerId
 
-__all__ = [
-    "MAX_GRANTED_BLOCKS",
-    "ON_ENTER",
-    "attach",
-    "contact_producer",
-    "extend_deadline",
-    "lose_peer",
-    "receive_write_report",
-    "revoke",
-]
-
 _S, _E = TransferState, TransferEvent
 
 

@@ -19,26 +19,6 @@ from kvferry.protocol.planning import Segments
 from kvferry.protocol.tickets import MAX_BLOCK_ID, MAX_BLOCKS, MAX_TICKET_NAME_CHARS, MAX_TP_SIZE
 from kvferry.types import Address, EngineId, MemoryKind, Region, RequestId
 
-__all__ = [
-    "QUESTION",
-    "ReadsCompleted",
-    "RenewalRequested",
-    "StockIdentity",
-    "StockMetadata",
-    "StockSource",
-    "block_segments",
-    "completion_note",
-    "decode_payload",
-    "decode_question",
-    "describe_rank",
-    "encode_payload",
-    "heartbeat_notes",
-    "read_note",
-    "read_source",
-    "remote_regions",
-    "trusted_until",
-]
-
 MAX_PAYLOAD_BYTES = 4 * 1024 * 1024
 MAX_REGIONS = 10_000
 MAX_NOTE_BYTES = 256 * 1024

@@ -19,21 +19,6 @@ from kvferry.errors import InvalidTicket, RemoteProtocolError
 from kvferry.protocol.fingerprints import Fingerprint
 from kvferry.types import Address, EngineId, EngineIncarnation, Epoch, RequestId
 
-__all__ = [
-    "HOLE",
-    "MAX_TICKET_CHARS",
-    "MAX_TICKET_NAME_CHARS",
-    "MAX_TP_SIZE",
-    "PushTicket",
-    "PushTicketKey",
-    "Seal",
-    "Ticket",
-    "TicketKey",
-    "blocks_from_runs",
-    "runs_from_blocks",
-]
-
-
 MAX_TICKET_CHARS = 1024 * 1024
 MAX_BLOCKS = 1_000_000
 MAX_BLOCK_ID = 1 << 31

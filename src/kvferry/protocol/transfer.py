@@ -50,30 +50,6 @@ from kvferry.protocol.planning import BlockPermutation
 from kvferry.protocol.tickets import HOLE, Ticket
 from kvferry.types import Address, EngineId, EngineIncarnation, RequestId
 
-__all__ = [
-    "BEFORE_READING",
-    "FAILURE_EVENTS",
-    "FINAL",
-    "GRANTED",
-    "IGNORED",
-    "REVOKING_STATES",
-    "TRANSITIONS",
-    "Arrival",
-    "Destination",
-    "Origin",
-    "Outstanding",
-    "PushInfo",
-    "ReaderStatus",
-    "Transfer",
-    "TransferEvent",
-    "TransferState",
-    "TransferTable",
-    "WriteGrant",
-    "next_state",
-    "next_tokens",
-    "reader_name",
-]
-
 
 class TransferState(StrEnum):
     TRACKED = "tracked"

@@ -12,23 +12,6 @@ from typing import Any
 from kvferry.errors import ConfigError
 from kvferry.sizing.shape import LayerCacheKind, LayerGroup, ModelCacheShape, canonical_dtype
 
-__all__ = [
-    "MAX_HEADS",
-    "MAX_LAYERS",
-    "LayerView",
-    "auto_dtype",
-    "layer_views",
-    "list_for_layers",
-    "section",
-    "shape_of_config",
-    "short",
-    "switch",
-    "text_config",
-    "whole_number",
-    "whole_numbers",
-]
-
-
 MAX_LAYERS = 10_000
 MAX_HEADS = 4_096
 """Far above any model: a larger number is a mistake and would only make the planner slow."""

@@ -18,8 +18,6 @@ from kvferry.protocol.planning import plan_read
 from kvferry.sizing.shape import LayerCacheKind, LayerGroup, ModelCacheShape
 from kvferry.types import AxisKind, KVLayout, Region
 
-__all__ = ["CROSS_LAYER", "LAYOUTS", "SegmentCount", "Sides", "count_segments", "planned_segments"]
-
 HND, NHD, CROSS_LAYER = "HND", "NHD", "cross-layer"
 LAYOUTS = (HND, NHD, CROSS_LAYER)
 MAX_BLOCK_ITEMS = 2**20

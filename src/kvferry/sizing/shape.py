@@ -12,15 +12,6 @@ from enum import StrEnum
 from kvferry.errors import ConfigError
 from kvferry.protocol.layout import can_divide
 
-__all__ = [
-    "DTYPE_BYTES",
-    "LATENT_DTYPE",
-    "LayerCacheKind",
-    "LayerGroup",
-    "ModelCacheShape",
-    "canonical_dtype",
-]
-
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 LATENT_DTYPE = "fp8_ds_mla"
 """vLLM's format for latent layers: values of one byte, a scale of four bytes for each 128 values,

@@ -11,16 +11,6 @@ from dataclasses import dataclass
 
 from kvferry.sizing.shape import ModelCacheShape
 
-__all__ = [
-    "DEFAULT_TIERS",
-    "TierRow",
-    "TierSpeed",
-    "break_even_tokens",
-    "load_s",
-    "num_tokens_held",
-    "tier_row",
-]
-
 PAGE_BYTES = 4096
 """A row of the host pool fills whole pages, and an object on a disk or in a bucket has a header of
 one page.

@@ -13,23 +13,6 @@ from enum import Enum
 from kvferry.protocol.heartbeats import heartbeat_interval_s
 from kvferry.sizing.shape import ModelCacheShape
 
-__all__ = [
-    "DEFAULT_LINKS",
-    "DEFAULT_TOKENS",
-    "GOOD_SEGMENT_BYTES",
-    "Advice",
-    "NetworkLink",
-    "PromptRow",
-    "Units",
-    "advise_block_size",
-    "advise_lease",
-    "advise_read_timeout",
-    "prompt_row",
-    "show_ms",
-    "show_size",
-    "show_tokens",
-]
-
 
 class Units(Enum):
     """The number of bytes in a GB."""

@@ -9,8 +9,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["TraceContext", "read_trace_context"]
-
 _MAX_STATE_CHARS = 512
 _PARENT = re.compile(
     r"(?P<version>[0-9a-f]{2})-(?P<trace>[0-9a-f]{32})-(?P<span>[0-9a-f]{16})-(?P<flags>[0-9a-f]{2})"

@@ -19,8 +19,6 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from kvferry import __version__
 from kvferry.tracing.spans import SpanWriter
 
-__all__ = ["TraceExporter", "check_variables"]
-
 CLOSE_TIMEOUT_S = 2.0
 """How long a process that ends waits until the collector has its last spans."""
 _LOG_INTERVAL_S = 60.0

@@ -13,8 +13,6 @@ from kvferry.tracing.context import TraceContext
 from kvferry.tracing.spans import Attributes, Span, SpanWriter
 from kvferry.web.transfer_records import TransferRecord, make_transfer_record, transfer_phases
 
-__all__ = ["LEASE_SPAN", "LOAD_SPAN", "REQUEST_ID", "TRANSFER_SPAN", "TransferTracer"]
-
 TRANSFER_SPAN = "kv transfer"
 """KV from a peer; its children are the phases of `transfer_phases`."""
 LOAD_SPAN = "kv load"

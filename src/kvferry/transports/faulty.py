@@ -17,8 +17,6 @@ from kvferry.transports.copy.segments import Bytes
 from kvferry.transports.cuda_ipc import driver as cuda_driver
 from kvferry.types import MemoryKind, PeerId, Region
 
-__all__ = ["Faults", "FaultyTransport", "parse_faults"]
-
 KNOWN = {
     ("corrupt", "every"): "corrupt_every",
     ("fail", "every"): "fail_every",

@@ -13,9 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import uuid4
 
-__all__ = ["ProcessIncarnation", "has_rdma", "host_identity", "nixl_locality", "start_ticks"]
-
-
 RDMA_DEVICES = Path("/sys/class/infiniband")
 """The directory in which the kernel lists InfiniBand, RoCE, EFA and iWARP devices."""
 SHARED_MEMORY_TRANSPORTS = frozenset({"all", "sm", "shm", "cma", "knem", "xpmem"})

@@ -40,8 +40,6 @@ from kvferry.transports.write_grants import (
 )
 from kvferry.types import MemoryKind, PeerId, Region
 
-__all__ = ["MemoryControlTransport", "MemoryNetwork", "MemoryTransport"]
-
 MAX_QUEUED_FRAMES = 1000
 """Most frames that wait for one side before `send` raises TransportError."""
 

@@ -35,8 +35,10 @@ from kvferry.transports.cuda_ipc.transport import CudaIpcTransport
 from kvferry.transports.host_buffer.host import CpuHostBuffer
 from kvferry.transports.host_buffer.store import HostBlockStore
 from kvferry.transports.locality import has_rdma
-from kvferry.transports.mooncake.transport import MooncakeSettings, MooncakeTransport
-from kvferry.transports.nixl.bounce.transport import BounceNixlTransport, BounceSettings
+from kvferry.transports.mooncake.agent_process import MooncakeSettings
+from kvferry.transports.mooncake.transport import MooncakeTransport
+from kvferry.transports.nixl.bounce.settings import BounceSettings
+from kvferry.transports.nixl.bounce.transport import BounceNixlTransport
 from kvferry.transports.nixl.transport import NetworkReach, NixlTransport
 from kvferry.transports.shm import SharedMemory, ShmTransport
 from kvferry.transports.stock_channel import StockDialer, StockListener
@@ -44,8 +46,6 @@ from kvferry.transports.tcp.transport import TcpTransport
 from kvferry.transports.torch_dist.settings import DistSettings
 from kvferry.transports.zmq import CurveKeys, ZmqTransport
 from kvferry.types import MemoryKind, Region
-
-__all__ = ["ConfiguredStockKit", "ConfiguredTransportKit", "nixl_settings"]
 
 TRANSPORTS = ("shm", "cuda_ipc", "nixl", "tcp")
 """The transports, in order of preference. NIXL without RDMA declares in its offer

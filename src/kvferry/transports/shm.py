@@ -31,14 +31,6 @@ from kvferry.transports.locality import ProcessIncarnation, host_identity, start
 from kvferry.transports.write_grants import write_grants_unsupported
 from kvferry.types import MemoryKind, PeerId, Region
 
-__all__ = [
-    "SEALS",
-    "SharedMemory",
-    "SharedMemoryAllocator",
-    "ShmTransport",
-]
-
-
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 """Seals of the file. If the file could shrink, a process that has mapped it would die of SIGBUS."""
 

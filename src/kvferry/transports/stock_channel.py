@@ -13,8 +13,6 @@ import zmq
 
 from kvferry.types import Address
 
-__all__ = ["StockDialer", "StockListener"]
-
 Socket = zmq.Socket[bytes]
 
 MAX_QUESTION_BYTES = 1024

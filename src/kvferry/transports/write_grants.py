@@ -13,17 +13,6 @@ import numpy.typing as npt
 from kvferry.errors import LocalProtocolError
 from kvferry.types import Region
 
-__all__ = [
-    "MAX_GRANT_ID",
-    "GrantedBlocks",
-    "Int64Array",
-    "WriteGrantTable",
-    "check_grant_id",
-    "grant_not_active",
-    "write_grants_unsupported",
-    "write_outside_grant",
-]
-
 MAX_GRANT_ID = (1 << 64) - 1
 """Largest grant id: the wire carries grant ids in 64 bits. Grant id 0 means no grant."""
 

@@ -28,8 +28,6 @@ from kvferry.errors import ConfigError, TransportError
 from kvferry.transports.base import MAX_MESSAGE_BYTES, ControlEvent, Disconnected, Received, Route
 from kvferry.types import Address
 
-__all__ = ["CurveKeys", "ZmqTransport"]
-
 Socket = zmq.Socket[bytes]
 
 KEY_SALT = b"kvferry control plane keys, version 1"

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 
 from kvferry.errors import ConfigError
 
-__all__ = ["ApiKeys", "check_key", "key_digest", "read_key_file"]
-
 _BEARER = "bearer "
 
 

@@ -9,8 +9,6 @@ import msgspec
 
 from kvferry.errors import RequestRefused
 
-__all__ = ["MALFORMED_JSON", "ErrorBody", "ErrorDetail", "error_body", "error_message"]
-
 MALFORMED_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for JSON of another process: bad syntax or types, bad UTF-8, deep nesting."""
 

@@ -11,15 +11,6 @@ import msgspec
 
 from kvferry.events import TransferTimes
 
-__all__ = [
-    "TransferPhase",
-    "TransferRecord",
-    "TransferRecords",
-    "make_transfer_record",
-    "read_transfer_records",
-    "transfer_phases",
-]
-
 MAX_RECORDS = 1024
 
 

@@ -10,34 +10,6 @@ from kvferry.protocol.fingerprints import Fingerprint
 from kvferry.protocol.stock_dialect import StockSource
 from kvferry.types import Address, RequestId
 
-__all__ = [
-    "AbandonLease",
-    "AbortLoad",
-    "CloseStream",
-    "ConsumerCommand",
-    "EvictTurn",
-    "ExpectPrefill",
-    "FailPush",
-    "GrantLease",
-    "OpenStream",
-    "PrepareLoad",
-    "PrepareOptionalLoad",
-    "PrepareStockLoad",
-    "ProducerCommand",
-    "PublishTicket",
-    "RegisterForPush",
-    "RegisterForPushByAddress",
-    "RejectLoad",
-    "ReleasePushTicket",
-    "ReleaseTicket",
-    "RetainTurn",
-    "RevokeLease",
-    "SkipLoad",
-    "StartLoad",
-    "WithdrawStream",
-    "WorkerCommand",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class PrepareLoad:

@@ -32,8 +32,6 @@ from kvferry.transports.base import ControlTransport, Received, Route
 from kvferry.types import EngineId, Epoch
 from kvferry.worker.commands import ReleasePushTicket, ReleaseTicket
 
-__all__ = ["EndedTurn", "SideChannel"]
-
 MAX_RELEASED = 100_000
 """Releases that wait for the engine's thread; beyond this limit the oldest are dropped."""
 MAX_TURNS = 10_000

@@ -43,8 +43,6 @@ from kvferry.transports.base import Completion, Handle, Segments
 from kvferry.types import Address, EngineId, Epoch, PeerId, Region, RequestId
 from kvferry.worker.commands import AbortLoad, PrepareStockLoad, SkipLoad, StartLoad, WorkerCommand
 
-__all__ = ["NotifyingTransport", "StockDialect", "StockQuestions", "StockSettings"]
-
 POLL_S = 0.01
 """How often stock peers are polled while one may be connecting, reading or notifying."""
 SETTLE_S = 2.0

@@ -16,8 +16,6 @@ from kvferry.logs import repeats_of
 from kvferry.protocol.stock_dialect import decode_question
 from kvferry.types import Address
 
-__all__ = ["StockListening", "StockSideChannel"]
-
 POLL_S = 0.2
 CLOSE_TIMEOUT_S = 5.0
 

@@ -24,8 +24,6 @@ from kvferry.transports.base import StreamEvent
 from kvferry.worker.commands import WorkerCommand
 from kvferry.worker.worker import TransferWorker, TransferWorkerSnapshot
 
-__all__ = ["TransferWorkerThread"]
-
 MAX_QUEUED = 1_000_000
 CLOSE_TIMEOUT_S = 10.0
 MARK_INTERVAL_S = 0.001

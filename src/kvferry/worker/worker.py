@@ -43,7 +43,8 @@ from kvferry.protocol.consumer_context import ConsumerSettings
 from kvferry.protocol.messages import PushOffer, ToConsumer, ToProducer
 from kvferry.protocol.outbox import Outbox
 from kvferry.protocol.peers import UNKNOWN_EPOCH
-from kvferry.protocol.producer import Producer, ProducerSettings
+from kvferry.protocol.producer import Producer
+from kvferry.protocol.push import ProducerSettings
 from kvferry.protocol.push_matcher import MAX_LEASES_WAITED
 from kvferry.protocol.push_writer import PushWriter, WriterSettings
 from kvferry.protocol.tickets import PushTicketKey, TicketKey
@@ -88,14 +89,6 @@ from kvferry.worker.commands import (
     WorkerCommand,
 )
 from kvferry.worker.stock import StockDialect
-
-__all__ = [
-    "PostponedCommands",
-    "TransferWorker",
-    "TransferWorkerSettings",
-    "TransferWorkerSnapshot",
-]
-
 
 MAX_WAIT_S = 1.0
 CONTROL_RESOLUTION_S = 0.0005

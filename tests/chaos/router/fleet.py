@@ -17,7 +17,7 @@ from tests.chaos.mode import Mode
 from tests.chaos.router.verdict import Happened
 from tests.e2e.harness import Cluster, Engine, Starting, is_alive, new_session, until
 
-from kvferry.bench.vllm.servers import free_ports
+from kvferry.cli.cluster.vllm_servers import free_ports
 
 __all__ = ["Member", "RouterChaosCluster"]
 

@@ -10,7 +10,7 @@ from tests.vllm.inside.engines import Engine, run_until
 from tests.vllm.inside.legs import PUSH
 from tests.vllm.inside.test_life_cycle import check_outcome, finish, greedy, prompt, settle
 
-from kvferry.bench.vllm.servers import free_ports
+from kvferry.cli.cluster.vllm_servers import free_ports
 
 
 def start_both(

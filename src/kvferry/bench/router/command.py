@@ -46,8 +46,6 @@ from kvferry.cli.arguments import Parser, parse_size
 from kvferry.cli.runtime import raise_file_limit, stop_signals
 from kvferry.errors import ConfigError
 
-__all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
-
 DESCRIPTION = (
     "Measure requests per second, time to the first byte and CPU time of `kvferry proxy` with "
     "stub engines behind it, beside a client\n"

@@ -19,20 +19,10 @@ from kvferry.bench.process_usage import cpu_seconds, process_tree, read_usage, r
 from kvferry.bench.router.load import LoadSpec, connect_router_client, run_load
 from kvferry.bench.router.messages import BenchMessages
 from kvferry.bench.router.report import Router
-from kvferry.bench.vllm.servers import free_ports
 from kvferry.cli.cluster.processes import ChildProcess, ProcessGroup
+from kvferry.cli.cluster.vllm_servers import free_ports
 from kvferry.errors import ConfigError, KVFerryError
 from kvferry.types import Address
-
-__all__ = [
-    "Cores",
-    "RunningRouter",
-    "Tools",
-    "default_router_python",
-    "missing_packages",
-    "split_cores",
-    "start_routers",
-]
 
 LOOPBACK = "127.0.0.1"
 START_S = 60.0

@@ -5,8 +5,6 @@ Both readers accept bytes in any chunks. In the common case, a message in one ch
 searches for a few byte strings.
 """
 
-__all__ = ["HttpRequest", "MalformedHttp", "ParsedResponse", "ResponseReader", "StubRequestReader"]
-
 _HEAD_END = b"\r\n\r\n"
 _LAST_CHUNK = b"0\r\n\r\n"
 # Body lengths that are not a number of bytes.

@@ -18,15 +18,6 @@ from kvferry.bench.router.messages import BenchMessages, post
 from kvferry.errors import KVFerryError
 from kvferry.types import Address
 
-__all__ = [
-    "LoadClient",
-    "LoadResult",
-    "LoadSpec",
-    "connect_direct_client",
-    "connect_router_client",
-    "run_load",
-]
-
 DIAL_S = 10.0
 PATIENCE_S = 60.0
 """The time that requests in progress have to finish when the time of the run is over."""

@@ -15,8 +15,6 @@ import msgspec
 from kvferry.protocol.fingerprints import fingerprint
 from kvferry.protocol.tickets import Ticket, TicketKey, runs_from_blocks
 
-__all__ = ["EVENTS", "PATH", "BenchMessages", "PrefillLedger", "json_answer", "post"]
-
 PATH = "/v1/completions"
 EVENTS = 16
 """The number of events in D's stream before `[DONE]`; each event has one token."""

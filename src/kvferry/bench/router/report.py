@@ -10,8 +10,6 @@ from typing import Any
 
 from kvferry.bench.figures import quantile, ratio, rounded
 
-__all__ = ["Router", "RouterCell", "Sample", "make_rows", "progress", "table"]
-
 FAILURES_SHOWN = 5
 COLUMNS = {
     "requests/s": "rps",

@@ -16,8 +16,6 @@ from kvferry.bench.router.http1 import HttpRequest, MalformedHttp, StubRequestRe
 from kvferry.bench.router.messages import BenchMessages, PrefillLedger, json_answer
 from kvferry.types import Address
 
-__all__ = ["Stubs", "start_stubs"]
-
 LOOPBACK = "127.0.0.1"
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _STATUS_ANSWER = json_answer(

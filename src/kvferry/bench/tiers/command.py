@@ -33,8 +33,6 @@ from kvferry.transports.copy.native import missing_native_functions
 if TYPE_CHECKING:
     from kvferry.tiers.object_store import Bucket
 
-__all__ = ["DESCRIPTION", "EXAMPLES", "PARTS", "add_arguments", "report", "run"]
-
 DESCRIPTION = (
     "Measure the storage tiers on this machine. Parts:\n\n"
     "  memory  copies between a cache and rows of host memory, beside memcpy\n"

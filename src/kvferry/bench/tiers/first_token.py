@@ -29,16 +29,6 @@ from kvferry.cli.runtime import StopRequest
 from kvferry.errors import ConfigError, KVFerryError, TransportError
 from kvferry.types import Address
 
-__all__ = [
-    "COMPUTE",
-    "EngineSetup",
-    "FirstTokenScope",
-    "FirstTokenTimes",
-    "measure_first_token",
-    "prompt_tokens",
-    "tier_setups",
-]
-
 COMPUTE = "compute"
 MODEL_NAME = "model"
 BLOCK_SIZE = 16

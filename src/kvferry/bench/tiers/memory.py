@@ -22,8 +22,6 @@ from kvferry.transports.copy.rows import CpuRowCopier, row_segments
 from kvferry.transports.copy.segments import Bytes, Descriptors, Offsets
 from kvferry.types import Region
 
-__all__ = ["Cache", "HostCache", "MemoryScope", "measure_memory"]
-
 SEED = 7
 
 

@@ -9,8 +9,6 @@ from typing import Any
 from kvferry.bench.figures import ratio, rounded
 from kvferry.cli.runtime import StopRequest
 
-__all__ = ["Comparison", "Contestant", "TimedCall", "take_turns"]
-
 TimedCall = Callable[[], object]
 
 

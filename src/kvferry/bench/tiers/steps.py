@@ -38,8 +38,6 @@ from kvferry.transports.registry import ConfiguredTransportKit
 
 T = TypeVar("T")
 
-__all__ = ["StepCost", "StepScope", "measure_steps"]
-
 BLOCK_SIZE, WIDTH = 16, 32
 LAYERS = ("layer.0", "layer.1")
 BLOCK_BYTES = len(LAYERS) * BLOCK_SIZE * WIDTH

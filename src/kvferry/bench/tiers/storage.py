@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
     from kvferry.tiers.object_store import Bucket
 
-__all__ = ["StorageScope", "measure_disk", "measure_object", "moto_bucket"]
-
 NAMESPACE = Namespace({"benchmark": "kvferry bench tiers"})
 SECRET = b"the secret of the benchmark"
 START_S = 60.0

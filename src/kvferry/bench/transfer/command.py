@@ -44,17 +44,6 @@ from kvferry.engine.options import first_gpu
 from kvferry.errors import ConfigError, KVFerryError
 from kvferry.transports.base import Completion
 
-__all__ = [
-    "DESCRIPTION",
-    "EXAMPLES",
-    "Scope",
-    "add_arguments",
-    "measure",
-    "parse_device",
-    "parse_plot",
-    "run",
-]
-
 DESCRIPTION = (
     "Move KV between two processes on every data transport of this machine, in segments of 4 KiB "
     "to 1 MiB, scattered and in runs of\n"

@@ -19,11 +19,10 @@ from kvferry.errors import ConfigError, KVFerryError
 from kvferry.transports.base import DataTransport
 from kvferry.transports.copy.gather import Timing
 from kvferry.transports.cuda_ipc.transport import CudaIpcTransport
-from kvferry.transports.nixl.bounce.transport import BounceNixlTransport, BounceSettings
+from kvferry.transports.nixl.bounce.settings import BounceSettings
+from kvferry.transports.nixl.bounce.transport import BounceNixlTransport
 from kvferry.transports.nixl.transport import NetworkReach, NixlTransport
 from kvferry.types import MemoryKind
-
-__all__ = ["DeviceAllocator"]
 
 MAX_SHARE = 0.9
 """The share of the free device memory that the benchmark may use."""

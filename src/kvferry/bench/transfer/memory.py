@@ -26,15 +26,6 @@ from kvferry.transports.shm import SharedMemory, ShmTransport
 from kvferry.transports.tcp.transport import TcpTransport
 from kvferry.types import MemoryKind
 
-__all__ = [
-    "BlockChecksums",
-    "HostAllocator",
-    "Memory",
-    "MemoryAllocator",
-    "MemorySource",
-    "check_moved",
-]
-
 Words = npt.NDArray[np.uint64]
 
 

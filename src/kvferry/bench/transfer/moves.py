@@ -15,8 +15,6 @@ import numpy as np
 from kvferry.transports.base import Segments
 from kvferry.transports.copy.segments import Offsets
 
-__all__ = ["RUN_BLOCKS", "Blocks", "Move", "Pattern", "blocks_per_region", "plan_move"]
-
 RUN_BLOCKS = 8
 """The number of adjacent blocks in a run, on both sides."""
 

@@ -36,20 +36,8 @@ from kvferry.sleep import short_sleep
 from kvferry.transports.base import Completion, DataTransport, Segments, TransportOffer
 from kvferry.transports.copy.gather import Timing
 from kvferry.transports.copy.segments import Offsets
-from kvferry.transports.nixl.transport import load_nixl
+from kvferry.transports.nixl.agent import load_nixl
 from kvferry.types import EngineId, Epoch, MemoryKind, PeerId, Region
-
-__all__ = [
-    "BenchConsumer",
-    "DescriptorList",
-    "PreparedTransfer",
-    "ProducerInfo",
-    "RawNixl",
-    "Shape",
-    "TransferMethod",
-    "start_producer",
-]
-
 
 # -- raw NIXL --
 # NIXL without kvferry, with one descriptor per block. Used as in NIXL's own examples: the

@@ -10,21 +10,6 @@ from typing import Any
 from kvferry.bench.figures import quantile, ratio, rounded
 from kvferry.bench.transfer.moves import Move, Pattern
 
-__all__ = [
-    "MEMCPY",
-    "RAW_NIXL",
-    "RAW_NIXL_CONTIGUOUS",
-    "RAW_NIXL_WRITE",
-    "TransferCell",
-    "draw",
-    "largest",
-    "make_baselines",
-    "make_device_rows",
-    "make_rows",
-    "table",
-]
-
-
 MEMCPY = "memcpy"
 RAW_NIXL = "raw nixl"
 RAW_NIXL_WRITE = "raw nixl write"

@@ -18,15 +18,6 @@ from kvferry.bench.vllm.servers import MODEL_NAME
 from kvferry.errors import TransportError
 from kvferry.types import Address
 
-__all__ = [
-    "PromptMaker",
-    "ServerTransferTotals",
-    "VllmConnection",
-    "prefill",
-    "read_transfers",
-    "time_to_first_token_s",
-]
-
 REQUEST_S = 120.0
 REMOTE_DECODE_PARAMS = {
     "do_remote_decode": True,

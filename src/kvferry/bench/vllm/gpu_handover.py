@@ -22,15 +22,13 @@ from kvferry.bench.vllm.servers import (
     ROLES,
     ServerPair,
     VllmServer,
-    free_ports,
     launch_servers,
     model_directory,
     print_progress,
     wait_healthy,
 )
+from kvferry.cli.cluster.vllm_servers import free_ports
 from kvferry.errors import KVFerryError
-
-__all__ = ["CONTENDERS", "gpu_model_directory", "measure_on_gpu"]
 
 _OURS = {
     "kv_connector": "NixlConnector",

@@ -8,8 +8,6 @@ from typing import Any
 
 from kvferry.bench.figures import quantile, rounded
 
-__all__ = ["AtOnce", "GpuSamples", "Measured", "draw", "make_rows", "milliseconds", "table"]
-
 
 @dataclass(slots=True)
 class GpuSamples:

@@ -37,17 +37,6 @@ from kvferry.cli.arguments import Parser
 from kvferry.cli.runtime import stop_signals
 from kvferry.errors import ConfigError
 
-__all__ = [
-    "DESCRIPTION",
-    "EXAMPLES",
-    "VllmHandoverSamples",
-    "add_arguments",
-    "make_rows",
-    "parse_lengths",
-    "rounds",
-    "run",
-]
-
 DESCRIPTION = (
     "Measure the time from a prefill server's answer to the decode server's first token, for "
     "kvferry's connector and vLLM's own,\n"

@@ -33,33 +33,6 @@ from kvferry.cli.cluster.vllm_servers import (
 from kvferry.errors import ConfigError, KVFerryError
 from kvferry.types import Address
 
-__all__ = [
-    "LOOPBACK",
-    "MODEL_NAME",
-    "OURS",
-    "ROLES",
-    "STOCK",
-    "TRANSFER_CONFIGS",
-    "PairSettings",
-    "RunningServers",
-    "ServerPair",
-    "VllmServer",
-    "add_vllm_arguments",
-    "check_cuda",
-    "check_vllm",
-    "default_python",
-    "free_ports",
-    "launch_servers",
-    "model_directory",
-    "parse_count",
-    "print_progress",
-    "start_pair",
-    "start_servers",
-    "vllm_python",
-    "wait_healthy",
-]
-
-
 MODEL_NAME = "tiny"
 START_S = 240.0
 POLL_INTERVAL_S = 0.5

@@ -34,20 +34,6 @@ from kvferry.cli.arguments import Parser
 from kvferry.cli.runtime import stop_signals
 from kvferry.errors import KVFerryError
 
-__all__ = [
-    "DESCRIPTION",
-    "EXAMPLES",
-    "PairTotals",
-    "SideTotals",
-    "Totals",
-    "add_arguments",
-    "make_handover",
-    "make_rows",
-    "read_totals",
-    "run",
-    "subtract",
-]
-
 DESCRIPTION = (
     "Measure the time that the main thread of vLLM's scheduler and worker processes spends in the "
     "connector, per step,\n"

@@ -19,8 +19,6 @@ from kvferry.engine.limits import SchedulerLimits
 from kvferry.engine.sequence import Match, Sequence
 from kvferry.protocol.tickets import HOLE
 
-__all__ = ["BlockAllocation", "BlockAllocator"]
-
 
 @dataclass(frozen=True, slots=True)
 class BlockAllocation:

@@ -18,17 +18,6 @@ from typing import NamedTuple
 from kvferry.errors import LocalProtocolError
 from kvferry.protocol.tickets import HOLE
 
-__all__ = [
-    "BlockPool",
-    "BlockRequest",
-    "BlockTable",
-    "FreeExtents",
-    "GroupTable",
-    "hash_block",
-    "hash_root",
-]
-
-
 _MAX_CANDIDATES = 8
 """How many extents `take` examines in the class whose extents may be too short."""
 

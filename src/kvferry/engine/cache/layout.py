@@ -36,15 +36,6 @@ from kvferry.errors import ConfigError
 from kvferry.protocol.layout import heads_of
 from kvferry.types import KVLayout
 
-__all__ = [
-    "STATE_DTYPE",
-    "CacheLayout",
-    "LayerCache",
-    "StateCache",
-    "form_groups",
-    "plan_cache_layout",
-]
-
 STATE_DTYPE = torch.float32
 """The format of states, whatever format the cache of K and V has."""
 

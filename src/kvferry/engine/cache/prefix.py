@@ -10,8 +10,6 @@ from kvferry.connectors.contract import KVCacheGroup
 from kvferry.connectors.prefix_search import usable_prefix
 from kvferry.protocol.tickets import HOLE
 
-__all__ = ["CachedPrefix", "find_prefix"]
-
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:

@@ -12,18 +12,6 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-__all__ = [
-    "BOS_TOKEN",
-    "CHAT_TEMPLATE",
-    "END_OF_TURN_TOKEN",
-    "EOS_TOKEN",
-    "PAD_TOKEN",
-    "VOCAB_SIZE",
-    "make_tokenizer_json",
-    "readable_token_ids",
-    "token_id",
-]
-
 VOCAB_SIZE = 512
 EOS_TOKEN = "<|endoftext|>"
 START_OF_TURN_TOKEN = "<|im_start|>"

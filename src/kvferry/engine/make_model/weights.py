@@ -23,9 +23,6 @@ from kvferry.engine.make_model.tokenizer import (
 from kvferry.engine.model.config import tensor_name
 from kvferry.errors import ConfigError
 
-__all__ = ["FAMILIES", "SIZES", "AttentionKind", "Family", "Size", "make_config", "make_tensors"]
-
-
 MAX_HEADS = 128
 WINDOW = 48
 """Window in tokens: three blocks, so that short prompts exceed it."""

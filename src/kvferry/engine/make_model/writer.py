@@ -28,8 +28,6 @@ from kvferry.engine.make_model.weights import FAMILIES, SIZES, Size, make_config
 from kvferry.engine.model.config import read_json_object
 from kvferry.errors import ConfigError
 
-__all__ = ["FAMILIES", "SIZES", "make_model"]
-
 MARKER = "kvferry_make_model"
 """The key in config.json that marks a generated folder, which may be overwritten."""
 

@@ -19,8 +19,6 @@ from kvferry.engine.model.config import (
 from kvferry.engine.model.flat_batch import AttentionPlan, DecodeTile, PrefillRange
 from kvferry.engine.model.weights import HeadWeights, LatentWeights
 
-__all__ = ["RotaryTable", "attend", "make_rotary_table", "merge_heads", "project"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RotaryTable:

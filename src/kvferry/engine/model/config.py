@@ -17,25 +17,6 @@ from typing import Any
 from kvferry.errors import ConfigError
 from kvferry.protocol.layout import can_divide
 
-__all__ = [
-    "GEMMA",
-    "AttentionShape",
-    "ConfigKeys",
-    "LatentShape",
-    "LayerConfig",
-    "LinearScaling",
-    "Llama3Scaling",
-    "ModelConfig",
-    "RopeConfig",
-    "SamplingDefaults",
-    "StateShape",
-    "llama_name",
-    "read_json_object",
-    "read_layers",
-    "read_model_config",
-    "tensor_name",
-]
-
 
 def read_json_object(path: Path) -> dict[str, Any]:
     try:

@@ -15,8 +15,6 @@ from kvferry.connectors.contract import ParallelConfig
 from kvferry.engine.options import first_gpu, gpu_of_rank, ranks_on_gpu
 from kvferry.errors import ConfigError
 
-__all__ = ["CPU", "RankDevice", "open_device", "to_device"]
-
 _log = logging.getLogger(__name__)
 
 CPU_CACHE_BYTES = 256 * 1024 * 1024

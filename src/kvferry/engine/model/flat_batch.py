@@ -25,17 +25,6 @@ from kvferry.engine.model.device import to_device
 from kvferry.errors import LocalProtocolError
 from kvferry.protocol.tickets import HOLE
 
-__all__ = [
-    "AttentionPlan",
-    "DecodeTile",
-    "FlatBatch",
-    "GroupBatch",
-    "PrefillRange",
-    "StateBatch",
-    "StateRun",
-    "make_flat_batch",
-]
-
 DECODE_TILE_TOKENS = 4096
 """Bound on the padded context tokens of a tile, so that K and V fit into the CPU caches."""
 

@@ -16,8 +16,6 @@ import numpy.typing as npt
 
 from kvferry.engine.messages import SampledToken, SamplingParams, SequenceSlice
 
-__all__ = ["choose", "choose_tokens", "uniform"]
-
 Logits = npt.NDArray[np.float64]
 
 GREEDY_BELOW_TEMPERATURE = 1e-5

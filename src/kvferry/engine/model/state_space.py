@@ -22,8 +22,6 @@ from kvferry.engine.model.flat_batch import StateBatch, StateRun
 from kvferry.engine.model.tensor_parallel import TensorParallelGroup
 from kvferry.engine.model.weights import StateWeights
 
-__all__ = ["mix"]
-
 
 def mix(
     weights: StateWeights,

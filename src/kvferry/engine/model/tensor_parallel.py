@@ -22,8 +22,6 @@ from kvferry.connectors.contract import ParallelConfig
 from kvferry.engine.model.device import CPU, RankDevice
 from kvferry.errors import ConfigError, TransportError
 
-__all__ = ["GlooGroup", "NcclGroup", "SoloGroup", "TensorParallelGroup", "has_nccl", "join_group"]
-
 
 class TensorParallelGroup(Protocol):
     """The operations that a model needs from the group of its ranks."""

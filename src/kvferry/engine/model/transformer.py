@@ -29,8 +29,6 @@ from kvferry.engine.model.state_space import mix
 from kvferry.engine.model.tensor_parallel import TensorParallelGroup
 from kvferry.engine.model.weights import LayerWeights, ModelWeights, Precision, StateWeights
 
-__all__ = ["LayerHooks", "Model"]
-
 
 class LayerHooks(Protocol):
     """Callbacks around each layer of a forward pass.

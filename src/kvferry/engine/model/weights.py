@@ -21,21 +21,6 @@ from kvferry.engine.options import EngineOptions, first_gpu
 from kvferry.errors import ConfigError
 from kvferry.protocol.layout import heads_of
 
-__all__ = [
-    "FLOAT64_WEIGHTS_LIMIT_BYTES",
-    "HeadWeights",
-    "LatentWeights",
-    "LayerWeights",
-    "Linear",
-    "ModelWeights",
-    "Norm",
-    "Precision",
-    "StateWeights",
-    "choose_precision",
-    "load_weights",
-]
-
-
 FLOAT64_WEIGHTS_LIMIT_BYTES = 256 * 1024 * 1024
 """The largest checkpoint that is computed in float64 (float32 everywhere, half precision on GPUs).
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from kvferry.errors import ConfigError
 from kvferry.router.fleet.instances import Instance
 
-__all__ = ["Conversations", "LastTurn"]
-
 _ENTRY_BYTES = 512
 """Approximate size of an entry without its texts."""
 

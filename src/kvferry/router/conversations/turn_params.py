@@ -11,8 +11,6 @@ import msgspec
 
 from kvferry.web.errors import MALFORMED_JSON
 
-__all__ = ["TurnParamsFilter", "take_turn_params"]
-
 MAX_BUFFERED_BYTES = 4 * 1024 * 1024
 """A longer event cannot contain the parameters and is passed on in parts."""
 

@@ -23,9 +23,6 @@ from kvferry.router.serving.side_channel import QUESTION_S, wait_for_answer
 from kvferry.types import Address
 from kvferry.web.errors import MALFORMED_JSON
 
-__all__ = ["TurnTracker", "make_turn_query_by"]
-
-
 QUERY_WAIT_S = 2.0
 """How long the next turn waits for a pending query to D's side channel. D replies as soon as its
 side channel runs, so the next turn waits only if it is faster than D's reply.

@@ -11,8 +11,6 @@ import msgspec
 from kvferry.router.timeline import RequestEvent, RequestOutcome, Timeline
 from kvferry.web.transfer_records import TransferRecord, transfer_phases
 
-__all__ = ["RequestDetail", "RequestPhase", "request_phases", "state_of", "view_request"]
-
 _SAME_MOMENT_S = 1.0
 """Records of one request are at most this far apart; records of another request with the same id
 seldom are.

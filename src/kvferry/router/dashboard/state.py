@@ -16,8 +16,6 @@ from kvferry.router.fleet.tier_metrics import OffloadGrowth, OffloadReading, Tie
 from kvferry.router.time_series import LatencyHistogram, SecondStats, TimeSeries, quantile
 from kvferry.router.timeline import ErrorCount, RecentRequests, RequestEvent, Timeline
 
-__all__ = ["DashboardState", "InstanceFacts", "RouterFacts", "build_state", "encode_state"]
-
 SHOWN_LIVE = 50
 SHOWN_RECENT = 50
 SHOWN_FAILED = 20

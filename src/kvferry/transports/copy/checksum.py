@@ -30,17 +30,6 @@ import numpy.typing as npt
 
 from kvferry.transports.copy.segments import Bytes, Offsets
 
-__all__ = [
-    "GROUP_BYTES",
-    "MULTIPLIER",
-    "PIECE_BYTES",
-    "Checksums",
-    "checksum_key",
-    "powers_of_multiplier",
-    "row_checksums",
-    "segment_checksum",
-]
-
 PIECE_BYTES = 4096
 GROUP_BYTES = 64
 MULTIPLIER = 0x9E3779B97F4A7C15

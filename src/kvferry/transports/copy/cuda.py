@@ -28,18 +28,6 @@ from kvferry.transports.copy.table import (
 )
 from kvferry.transports.cuda_ipc import driver as cuda_driver
 
-__all__ = [
-    "CudaAddressCopier",
-    "CudaCopyJob",
-    "CudaDevice",
-    "CudaEngineStream",
-    "CudaTable",
-    "DeviceMemory",
-    "copy_by_torch",
-    "device_bytes",
-    "enter_device",
-]
-
 
 class DeviceMemory:
     """One allocation of device memory. The caller that allocates it closes it."""

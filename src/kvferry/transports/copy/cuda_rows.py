@@ -40,8 +40,6 @@ from kvferry.transports.copy.rows import regions_of, row_segments
 from kvferry.transports.cuda_ipc import driver as cuda_driver
 from kvferry.types import MemoryKind, Region
 
-__all__ = ["BlockSums", "CudaRowCopier", "sum_pieces_by_torch"]
-
 STAGE_BYTES = 32 * 1024 * 1024
 """The device memory of a batch, and of a pinned buffer. Each direction has `NUM_STAGES`, allocated
 by its first copy.

@@ -26,24 +26,6 @@ from kvferry.transports.copy.segments import (
 )
 from kvferry.types import Region
 
-__all__ = [
-    "MAX_OFFSET",
-    "SLICE_BYTES",
-    "SLICE_COST",
-    "AddressCopier",
-    "AddressCopies",
-    "AddressedMemory",
-    "Copier",
-    "CopyJob",
-    "HostAddressCopier",
-    "RegionCopy",
-    "Timing",
-    "copy_by_numpy",
-    "copy_in_slices",
-    "fastest_copier",
-    "region_view",
-]
-
 
 class AddressedMemory:
     """A range of this process's memory, accessed by address. The range may have gaps: the caller

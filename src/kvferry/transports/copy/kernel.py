@@ -23,8 +23,6 @@ from kvferry.transports.copy.native import Kernel
 from kvferry.transports.copy.table import TableLayout
 from kvferry.transports.cuda_ipc import driver as cuda_driver
 
-__all__ = ["SegmentKernel"]
-
 _log = logging.getLogger(__name__)
 
 TILE_WORDS = 4096

@@ -13,19 +13,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from kvferry.sleep import short_sleep
 
-__all__ = [
-    "NATIVE_FUNCTIONS",
-    "Kernel",
-    "missing_native_functions",
-    "native_or",
-    "poll_until",
-    "poll_with_short_sleeps",
-    "spin_wait",
-    "start_by_ctypes",
-    "start_kernel",
-]
-
-
 NATIVE_FUNCTIONS = (
     "are_within",
     "poll_until",

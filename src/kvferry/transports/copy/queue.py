@@ -22,8 +22,6 @@ from kvferry.transports.copy.gather import (
 from kvferry.transports.copy.segments import Bytes
 from kvferry.types import PeerId
 
-__all__ = ["CopyQueue", "CopyTransfer", "Slices"]
-
 Slices = Iterator[tuple[int, int]]
 """Copies one slice at each step; yields the bytes of the slice and its number of copies."""
 

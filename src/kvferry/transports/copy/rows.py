@@ -17,16 +17,6 @@ from kvferry.transports.copy.native import native_or
 from kvferry.transports.copy.segments import MAX_ADDRESS, Bytes, Offsets
 from kvferry.types import MemoryKind, Region
 
-__all__ = [
-    "CopyAndSum",
-    "CpuRowCopier",
-    "RowSegments",
-    "copy_and_sum_by_numpy",
-    "regions_of",
-    "row_segments",
-]
-
-
 # -- segments of rows --
 
 

@@ -15,25 +15,6 @@ from kvferry.transports.base import Segments
 from kvferry.transports.copy.native import native_or
 from kvferry.types import MemoryKind, Region
 
-__all__ = [
-    "MAX_ADDRESS",
-    "PLACE_NUMBERS",
-    "Bytes",
-    "Descriptors",
-    "Offsets",
-    "are_within",
-    "batches",
-    "check_regions",
-    "check_segment_fields",
-    "check_segments",
-    "coalesce",
-    "descriptors_between",
-    "merged_ranges",
-    "put_all",
-    "put_places",
-]
-
-
 Bytes = npt.NDArray[np.uint8]
 Offsets = npt.NDArray[np.int64]
 

@@ -19,22 +19,6 @@ from kvferry.transports.base import Segments
 from kvferry.transports.copy.gather import AddressCopies
 from kvferry.transports.copy.segments import PLACE_NUMBERS, Offsets, put_all, put_places
 
-__all__ = [
-    "FIRST_ROWS",
-    "TABLE_NUMBERS",
-    "TABLE_ROWS",
-    "TICK_BYTES",
-    "CopyTuple",
-    "TableLayout",
-    "flat_addresses",
-    "group_by_offsets",
-    "is_one_launch",
-    "merge_by_offsets",
-    "split_by_launch",
-    "split_by_tick",
-    "write_table",
-]
-
 TABLE_NUMBERS = 131_072
 """Numbers of 64 bits in one table: 1 MiB. torch rounds pinned allocations up, and reserves large
 segments of device memory for allocations above this size.

@@ -13,27 +13,6 @@ from kvferry.errors import TransportError
 from kvferry.transports.copy import native as driver_calls
 from kvferry.transports.copy.native import Kernel
 
-__all__ = [
-    "HANDLE_BYTES",
-    "Allocation",
-    "allocation_of",
-    "can_copy_in_batches",
-    "can_reach",
-    "close_handle",
-    "copy_async",
-    "copy_batch",
-    "device_with",
-    "export_handle",
-    "ignore_captures",
-    "is_complete",
-    "open_handle",
-    "read_memory",
-    "start_kernel",
-    "upload",
-    "uuid_of",
-    "write_memory",
-]
-
 HANDLE_BYTES = 64
 UUID_BYTES = 16
 LAZY_PEER_ACCESS = 1

@@ -13,8 +13,6 @@ from kvferry.transports.cuda_ipc import driver as cuda_driver
 from kvferry.transports.locality import ProcessIncarnation, host_identity
 from kvferry.types import PeerId, Region
 
-__all__ = ["CudaOffer", "OfferedAllocation", "PeerMemory", "decode_offer", "has_ended"]
-
 MAX_ALLOCATIONS = 4096
 MAX_INT = (1 << 31) - 1
 

@@ -55,8 +55,6 @@ from kvferry.types import MemoryKind, PeerId, Region
 if TYPE_CHECKING:
     from kvferry.transports.copy.cuda import CudaAddressCopier, CudaCopyJob, CudaDevice
 
-__all__ = ["CudaIpcTransport", "CudaTransfer"]
-
 
 class CudaTransfer:
     """One transfer by our own kernels: segments as addresses, launched step by step."""

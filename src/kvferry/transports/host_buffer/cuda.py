@@ -24,8 +24,6 @@ from kvferry.errors import ConfigError, LocalProtocolError
 from kvferry.transports.host_buffer.host import blocks_by_region
 from kvferry.types import MemoryKind, Region
 
-__all__ = ["CudaHostBuffer"]
-
 SLICE_S = 0.001
 """How long one slice submits copies to the device: each submission takes some ten microseconds,
 whatever its size.

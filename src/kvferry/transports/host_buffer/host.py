@@ -26,8 +26,6 @@ from kvferry.transports.copy.gather import (
 )
 from kvferry.types import MemoryKind, Region
 
-__all__ = ["CpuHostBuffer", "HostBuffer", "blocks_by_region", "run_in_ticks"]
-
 
 def run_in_ticks(costs: Iterable[int], tick_cost: int) -> Iterator[float]:
     """Cut work into ticks of about `tick_cost`, so that no message waits long for the work.

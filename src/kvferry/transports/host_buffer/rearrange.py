@@ -15,8 +15,6 @@ from kvferry.errors import LocalProtocolError
 from kvferry.transports.base import BlockPermutation
 from kvferry.transports.copy.segments import Bytes
 
-__all__ = ["STEP_BYTES", "check_placement", "rearrange"]
-
 STEP_BYTES = 2 * 1024 * 1024
 """Most bytes that one step moves: a strided copy of short items reaches about 2 GB/s, so a step
 takes about a millisecond.

@@ -18,8 +18,6 @@ from kvferry.transports.host_buffer.host import HostBuffer, run_in_ticks
 from kvferry.transports.host_buffer.rearrange import STEP_BYTES, check_placement, rearrange
 from kvferry.types import MemoryKind, Region
 
-__all__ = ["HostBlockStore"]
-
 
 @dataclass(slots=True, eq=False)
 class _Job:

@@ -41,8 +41,6 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from mooncake.engine import TransferEngine
 
-__all__ = ["GREETING_BYTES", "MAX_CONNECTIONS", "AgentSettings", "Greeting", "ReadCall"]
-
 Bytes = npt.NDArray[np.uint8]
 
 POLL_S = 1.0

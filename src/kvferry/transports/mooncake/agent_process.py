@@ -20,8 +20,6 @@ import msgspec
 from kvferry.errors import MissingDependency
 from kvferry.transports.mooncake.agent import AgentSettings, ReadCall
 
-__all__ = ["AgentProcess", "MooncakeSettings"]
-
 START_S = 30.0
 """How long the first agent may take to load Mooncake's libraries and to map the cache."""
 RESTART_S = 1.0

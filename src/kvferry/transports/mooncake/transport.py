@@ -42,8 +42,6 @@ from kvferry.transports.shm import SharedMemory
 from kvferry.transports.write_grants import write_grants_unsupported
 from kvferry.types import Address, PeerId, Region
 
-__all__ = ["MooncakeSettings", "MooncakeTransport"]
-
 MAX_BATCH_BYTES = 8 * 1024 * 1024
 MAX_DESCRIPTORS = 1000
 """Of all reads from one peer at a time. Mooncake refuses more than it has room for in its queue."""

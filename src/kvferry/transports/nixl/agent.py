@@ -41,17 +41,6 @@ from kvferry.transports.nixl.transfer import (
 )
 from kvferry.types import MemoryKind, PeerId, Region
 
-__all__ = [
-    "CUDA_ENVIRONMENT",
-    "DEFAULT_ENVIRONMENT",
-    "AgentPool",
-    "NixlAgent",
-    "load_distribution_netlink",
-    "load_nixl",
-    "netlink_copies",
-]
-
-
 DIVIDED_FROM = 1024
 """Number of descriptors from which on NIXL divides a batch among several threads."""
 DISCONNECTED = "REMOTE_DISCONNECT"

@@ -12,8 +12,6 @@ from kvferry.transports.base import Completion, Handle, Operation
 from kvferry.transports.copy.segments import Descriptors
 from kvferry.types import PeerId, Region
 
-__all__ = ["Agent", "NixlLink", "NixlTransfer", "Posted", "Telemetry", "UncertainFailure"]
-
 MAX_POSTED = 4
 """Largest number of batches of one transfer in flight."""
 

@@ -44,12 +44,10 @@ from kvferry.transports.copy.segments import (
     descriptors_between,
 )
 from kvferry.transports.locality import nixl_locality
-from kvferry.transports.nixl.agent import AgentPool, NixlAgent, load_nixl
+from kvferry.transports.nixl.agent import AgentPool, NixlAgent
 from kvferry.transports.nixl.transfer import Agent, NixlLink, NixlTransfer
 from kvferry.transports.write_grants import write_grants_unsupported
 from kvferry.types import MemoryKind, PeerId, Region
-
-__all__ = ["NetworkReach", "NixlTransport", "load_nixl"]
 
 MAX_BATCH_BYTES = {MemoryKind.DRAM: 32 * 1024 * 1024, MemoryKind.VRAM: 1024 * 1024 * 1024}
 """Largest batch of one post. Host memory is copied before the post returns.

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from kvferry.errors import RemoteProtocolError, TransportError
-from kvferry.transports.base import Completion, Handle
+from kvferry.transports.base import Completion, Handle, Operation
 from kvferry.transports.tcp import wire
 from kvferry.transports.tcp.loop import (
     ConnectionHandler,
@@ -30,8 +30,6 @@ from kvferry.transports.tcp.loop import (
     tune,
 )
 from kvferry.types import PeerId
-
-__all__ = ["Dialler", "TcpBatch", "TcpLink", "TcpTransfer", "numeric_addresses"]
 
 MAX_CONNECTIONS = 4
 """Most connections to one peer; further transfers wait in a queue."""
@@ -66,7 +64,7 @@ class TcpTransfer:
 
     handle: Handle
     link: "TcpLink"
-    operation: wire.Operation
+    operation: Operation
     batches: Iterator[TcpBatch]
     started: float
     grant_id: int = 0
@@ -277,7 +275,7 @@ class _ClientConnection(TcpConnection):
             text = bytearray(wire.text_bytes_in(bytes(reply)))
             if text:
                 yield IoVector([memoryview(text)])
-                if self.transfer is not None and self.transfer.operation is wire.Operation.WRITE:
+                if self.transfer is not None and self.transfer.operation is Operation.WRITE:
                     self.transfer.is_not_granted = wire.is_not_granted(bytes(reply))
                 raise TransportError(
                     f"{self.link.peer} refused a transfer: {text.decode(errors='replace')}"
@@ -319,7 +317,7 @@ class _ClientConnection(TcpConnection):
         if not self._posted or self.transfer is None:
             raise RemoteProtocolError(f"{self.link.peer} sent a reply without a request")
         batch = self._posted[0]
-        if self.transfer.operation is wire.Operation.READ:
+        if self.transfer.operation is Operation.READ:
             yield IoVector(batch.views)
         self._posted.popleft()
         self.transfer.add_batch(batch)
@@ -333,7 +331,7 @@ class _ClientConnection(TcpConnection):
             batch = transfer.next_batch() if len(self._posted) < MAX_POSTED else None
             if batch is not None:
                 self._posted.append(batch)
-                payload = batch.views if transfer.operation is wire.Operation.WRITE else []
+                payload = batch.views if transfer.operation is Operation.WRITE else []
                 self.stream.send(
                     wire.pack_header(transfer.operation, batch.rows, transfer.grant_id),
                     batch.rows.data.cast("B"),

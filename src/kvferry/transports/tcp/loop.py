@@ -19,9 +19,6 @@ from functools import partial
 
 from kvferry.errors import KVFerryError
 
-__all__ = ["ConnectionHandler", "IoVector", "SocketLoop", "SocketStream", "TcpConnection", "tune"]
-
-
 MAX_VIEWS = 1024
 """Most buffers that one system call takes (IOV_MAX)."""
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 10, 5, 3

@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 
 from kvferry.errors import RemoteProtocolError
-from kvferry.transports.base import Completion, Handle
+from kvferry.transports.base import Completion, Handle, Operation
 from kvferry.transports.copy.gather import AddressedMemory
 from kvferry.transports.tcp import wire
 from kvferry.transports.tcp.loop import (
@@ -29,8 +29,6 @@ from kvferry.transports.tcp.loop import (
 from kvferry.transports.tcp.wire import Rows
 from kvferry.transports.write_grants import WriteGrantTable, grant_not_active, write_outside_grant
 from kvferry.types import Region
-
-__all__ = ["TcpServer", "TcpWriteGrants", "WriterConnection"]
 
 
 class WriterConnection(TcpConnection):
@@ -257,7 +255,7 @@ class _ServerConnection(WriterConnection):
         rows = np.empty((request.num_descriptors, 2), "<i8")
         yield IoVector([rows.data.cast("B")])
         views = self._server.views(rows, request.total_bytes)
-        if request.operation is wire.Operation.READ:
+        if request.operation is Operation.READ:
             self.stream.send(wire.pack_reply(), *views)
         elif why := self._server.write_grants.admit(self, request.grant_id, rows):
             return why

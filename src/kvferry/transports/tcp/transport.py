@@ -20,6 +20,7 @@ from kvferry.errors import ConfigError, TransportError
 from kvferry.transports.base import (
     Completion,
     Handle,
+    Operation,
     Segments,
     TransportOffer,
     memory_not_registered,
@@ -37,8 +38,6 @@ from kvferry.transports.tcp.loop import SocketLoop
 from kvferry.transports.tcp.server import TcpServer, TcpWriteGrants
 from kvferry.transports.write_grants import check_grant_id
 from kvferry.types import MemoryKind, PeerId, Region
-
-__all__ = ["TcpTransport", "listening_on"]
 
 POLL_INTERVAL_S = 0.001
 BACKLOG = 512
@@ -107,11 +106,11 @@ class TcpTransport:
         self._drop(peer, f"peer {peer} was disconnected")
 
     def read(self, peer: PeerId, segments: Sequence[Segments]) -> Handle:
-        return self._start(peer, segments, wire.Operation.READ)
+        return self._start(peer, segments, Operation.READ)
 
     def write(self, peer: PeerId, segments: Sequence[Segments], grant_id: int = 0) -> Handle:
         check_grant_id(grant_id)
-        return self._start(peer, segments, wire.Operation.WRITE, grant_id)
+        return self._start(peer, segments, Operation.WRITE, grant_id)
 
     @property
     def supports_write_grants(self) -> bool:
@@ -182,7 +181,7 @@ class TcpTransport:
         self,
         peer: PeerId,
         segments: Sequence[Segments],
-        operation: wire.Operation,
+        operation: Operation,
         grant_id: int = 0,
     ) -> Handle:
         link, regions = self._links.get(peer, (None, ()))

@@ -37,33 +37,6 @@ from kvferry.transports.base import Operation
 from kvferry.transports.copy.segments import MAX_ADDRESS, merged_ranges
 from kvferry.types import Region
 
-__all__ = [
-    "GREETING_BYTES",
-    "HEADER_BYTES",
-    "MAX_BATCH_BYTES",
-    "MAX_BATCH_DESCRIPTORS",
-    "NONCE_BYTES",
-    "PROOF_BYTES",
-    "REPLY_BYTES",
-    "TOKEN_BYTES",
-    "HandshakeRole",
-    "Header",
-    "Operation",
-    "Ranges",
-    "ReplyStatus",
-    "Rows",
-    "TcpOffer",
-    "greeting",
-    "is_not_granted",
-    "is_proof",
-    "nonce_in",
-    "pack_header",
-    "pack_reply",
-    "prove",
-    "text_bytes_in",
-    "unpack_header",
-]
-
 MAGIC = b"kvferry\x02"
 NONCE_BYTES, TOKEN_BYTES, PROOF_BYTES = 16, 32, 32
 """`PROOF_BYTES` is the proof alone; a dialler sends its nonce before the proof."""

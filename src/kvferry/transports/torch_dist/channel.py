@@ -21,8 +21,6 @@ from kvferry.errors import RemoteProtocolError, TransportError
 from kvferry.transports.tcp import wire
 from kvferry.transports.tcp.loop import tune
 
-__all__ = ["STALL_TIMEOUT_S", "TAG_BYTES", "Channel", "DistOffer"]
-
 STALL_TIMEOUT_S = 10.0
 """A transfer fails if one batch does not arrive within this time. Requests have deadlines of their
 own; a cancelled transfer does not wait for this timeout.

@@ -22,8 +22,6 @@ from torch import distributed
 from kvferry.errors import ConfigError, TransportError
 from kvferry.transports.torch_dist.channel import STALL_TIMEOUT_S, Channel
 
-__all__ = ["MAX_FRAMES", "Backend", "ChannelStore", "Member", "PairGroup", "nccl_device"]
-
 RENDEZVOUS_TIMEOUT_S = 30.0
 MAX_FRAMES = 64
 """Most frames that a peer may send in one rendezvous, in which two members exchange addresses."""

@@ -23,8 +23,6 @@ from kvferry.transports.torch_dist.group import Backend, Member, PairGroup
 from kvferry.transports.torch_dist.staging import StagingPool
 from kvferry.types import PeerId
 
-__all__ = ["DistTransfer", "PeerLink"]
-
 
 @dataclass(slots=True, eq=False)
 class DistTransfer:

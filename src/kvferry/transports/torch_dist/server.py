@@ -26,8 +26,6 @@ from kvferry.transports.torch_dist.staging import StagingPool
 from kvferry.transports.write_grants import WriteGrantTable, grant_not_active, write_outside_grant
 from kvferry.types import Region
 
-__all__ = ["DistServer", "StagedWriteGrants"]
-
 MAX_PEERS = 256
 MAX_UNAUTHENTICATED = 64
 """Most connections that have not proved that they know the token; the oldest is dropped."""

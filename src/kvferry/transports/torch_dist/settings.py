@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-__all__ = ["DistSettings"]
-
 
 @dataclass(frozen=True, slots=True)
 class DistSettings:

@@ -25,8 +25,6 @@ from kvferry.transports.torch_dist.channel import STALL_TIMEOUT_S, TAG_BYTES, Ch
 from kvferry.transports.torch_dist.group import Backend, PairGroup
 from kvferry.types import MemoryKind, Region
 
-__all__ = ["StagingBuffer", "StagingPool"]
-
 COPY_PAUSE_S = 20e-6
 SLOW_COPY_S = 10.0
 """A copy that takes longer is logged, once."""

@@ -41,8 +41,6 @@ from kvferry.transports.torch_dist.staging import StagingPool
 from kvferry.transports.write_grants import check_grant_id
 from kvferry.types import MemoryKind, PeerId, Region
 
-__all__ = ["DistTransport"]
-
 POLL_INTERVAL_S = 0.001
 CANCELLED = "cancelled"
 CLOSE_TIMEOUT_S = 5.0

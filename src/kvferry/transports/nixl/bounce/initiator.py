@@ -56,15 +56,6 @@ from kvferry.transports.nixl.bounce.slots import (
 )
 from kvferry.types import PeerId, Region
 
-__all__ = [
-    "BounceState",
-    "BounceTransfer",
-    "BounceTransfers",
-    "DescriptorMover",
-    "OutgoingMessages",
-    "ToInitiator",
-]
-
 
 class BounceState(Enum):
     QUEUED = "waits for a slot of our bounce buffer"

@@ -13,16 +13,6 @@ from kvferry.errors import TransportError
 from kvferry.transports.copy.gather import AddressCopier, HostAddressCopier
 from kvferry.types import MemoryKind, Region
 
-__all__ = [
-    "BufferAllocator",
-    "BufferMemory",
-    "HostMemory",
-    "allocate_buffer",
-    "copier_for",
-    "device_bytes",
-    "prepare_device",
-]
-
 WITHOUT_CUDA = (ImportError, RuntimeError, AssertionError, AttributeError)
 """Without CUDA, torch raises any of the four. RuntimeError is also torch's error for lack of device
 memory.

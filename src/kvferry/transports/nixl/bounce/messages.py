@@ -40,27 +40,6 @@ from kvferry.errors import RemoteProtocolError
 from kvferry.transports.base import Segments
 from kvferry.transports.copy.segments import Offsets
 
-__all__ = [
-    "BOUNCE_VERSION",
-    "MAX_ENVELOPE_BYTES",
-    "MAX_METADATA_BYTES",
-    "MAX_SEGMENTS",
-    "MAX_WHY",
-    "BounceMessage",
-    "Envelope",
-    "InitiatorProgress",
-    "NotificationCodec",
-    "OffsetTable",
-    "OwnerProgress",
-    "SegmentGroup",
-    "SegmentPart",
-    "SlotGranted",
-    "SlotRequest",
-    "TransferEnded",
-    "TransferStopped",
-    "cut_into_parts",
-]
-
 BOUNCE_VERSION = 2
 """Version of these messages, part of every offer and every envelope.
 

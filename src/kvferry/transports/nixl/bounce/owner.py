@@ -48,8 +48,6 @@ from kvferry.transports.nixl.bounce.slots import (
 )
 from kvferry.types import Region
 
-__all__ = ["RECLAIM_S", "SlotServer", "ToOwner"]
-
 RECLAIM_S = 60.0
 """How long a slot is kept for a peer that has become silent."""
 SILENCE_TIMEOUT_S = 5.0

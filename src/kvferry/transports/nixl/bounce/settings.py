@@ -11,8 +11,6 @@ from kvferry.transports.copy.table import group_by_offsets
 from kvferry.transports.nixl.bounce.messages import MAX_SEGMENTS
 from kvferry.types import MemoryKind
 
-__all__ = ["BounceSettings", "is_fragmented"]
-
 MIB = 1024 * 1024
 BY_KIND = {
     MemoryKind.VRAM: (256 * 1024, 1024 * MIB, 64 * MIB),

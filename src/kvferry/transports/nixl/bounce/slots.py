@@ -17,23 +17,6 @@ from kvferry.transports.copy.gather import MAX_OFFSET, AddressCopier, AddressCop
 from kvferry.transports.copy.segments import Offsets
 from kvferry.transports.copy.table import merge_by_offsets
 
-__all__ = [
-    "SLOT_ALIGNMENT",
-    "BounceBuffer",
-    "CopyLimits",
-    "RegionSegments",
-    "SegmentStream",
-    "Slot",
-    "SlotCopier",
-    "SlotTable",
-    "chunk_end",
-    "common_granularity",
-    "fair_slot_bytes",
-    "max_chunk_bytes",
-    "round_to_granularity",
-]
-
-
 SLOT_ALIGNMENT = 4096
 """Slots start at multiples of this, so that segments keep the alignment that makes copies fast."""
 

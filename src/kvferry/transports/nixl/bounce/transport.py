@@ -55,9 +55,6 @@ from kvferry.transports.nixl.bounce.slots import BounceBuffer, CopyLimits, SlotT
 from kvferry.transports.nixl.transport import NixlTransport
 from kvferry.types import EngineId, Epoch, MemoryKind, PeerId, Region
 
-__all__ = ["BounceNixlTransport", "BounceSettings", "ReplyRoutes"]
-
-
 # -- reply routes --
 # Connections to agents that have asked us for a slot, made from the metadata in the requests. Owned
 # by the thread of the transport.
