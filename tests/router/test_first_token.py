@@ -26,6 +26,7 @@ from tests.router.stubs import (
 
 from kvferry.errors import RemoteProtocolError
 from kvferry.router.serving.client_request import ClientRequest, Handover, read_client_request
+from kvferry.router.serving.event_splitter import EventSplitter
 from kvferry.router.serving.first_token import FirstToken, may_continue, read_first_token
 
 MODEL_LEN = 100
@@ -236,6 +237,34 @@ def test_an_answer_without_token_ids_is_dropped(kind: dict[str, Any]) -> None:
     assert first(answer, **kind) is None
 
 
+@BOTH
+@pytest.mark.parametrize(
+    "ids", [["a"], [[5, 6, 7]], [5, -6, 7], [5.5, 6, 7], [2**31, 6, 7], [5, 6]]
+)
+def test_a_prompt_that_is_not_the_counted_token_ids_is_dropped(
+    kind: dict[str, Any], ids: list[Any]
+) -> None:
+    answer = p_answer("messages" in kind)
+    part = answer if "messages" in kind else answer["choices"][0]
+    part["prompt_token_ids"] = ids
+    assert first(answer, **kind) is None
+
+
+@BOTH
+@pytest.mark.parametrize("token", [-1, 2**31, 10**30])
+def test_a_token_that_is_no_token_id_is_dropped(kind: dict[str, Any], token: int) -> None:
+    assert first(p_answer("messages" in kind, token=token), **kind) is None
+
+
+@BOTH
+@pytest.mark.parametrize("model_len", [-(10**30), 0, 3])
+def test_a_model_length_that_leaves_no_room_is_not_believed(
+    kind: dict[str, Any], model_len: int
+) -> None:
+    note: dict[str, Any] = {"first_token": {"max_model_len": model_len}}
+    assert first(p_answer("messages" in kind, **note), **kind) is None
+
+
 ANY_VALUE: st.SearchStrategy[Any] = st.sampled_from(
     [None, 7, -1, "text", "\ufffd", [], [[]], {}, {"content": 7}]
 )
@@ -296,10 +325,10 @@ def test_the_events_of_p_and_d_form_one_stream_however_it_is_cut(
     )
     assert found is not None
     raw = stream_of(d_events())
-    data = found.events()
+    data, splitter = found.events(), EventSplitter()
     for start in range(0, len(raw), cut):
-        data += found.translate(raw[start : start + cut])
-    data += found.translate(b"")
+        data += b"".join(map(found.translate, splitter.feed(raw[start : start + cut])))
+    assert splitter.finish() == []
     assert data.endswith(b"data: [DONE]\n\n")
     assert data.count(b"[DONE]") == 1
     sent = events(data)
@@ -361,7 +390,7 @@ def test_an_answer_may_end_with_ps_token(
     assert whole["kv_transfer_params"] is None
 
 
-@pytest.mark.parametrize("event", [b"data: {\n\n", b"data: 7\n\n", b'data: {"choices": 7}\n\n'])
+@pytest.mark.parametrize("event", [b"data: {", b"data: 7", b'data: {"choices": 7}'])
 def test_a_malformed_event_of_d_is_an_error(event: bytes) -> None:
     found = first(**CHAT, stream=True)
     assert found is not None
@@ -482,18 +511,74 @@ def test_after_the_first_token_another_d_continues_with_the_same_token(fails: Be
     uvloop.run(scene())
 
 
-@pytest.mark.parametrize("fails", [drops_connection, answers(400, '{"error":{"message":"no"}}')])
+ERROR = '{"error":{"message":"no"}}'
+
+
+@pytest.mark.parametrize(
+    "fails",
+    [drops_connection, answers(400, ERROR), streams([b"data: %b\n\n" % ERROR.encode()])],
+)
 def test_when_no_d_can_continue_the_stream_ends_with_an_error(fails: Behaviour) -> None:
     async def scene() -> None:
         async with early(samples, fails) as s:
             status, data = await chat(s, stream=True)
             assert (status, content(data)) == (200, "Once")
             assert len(errors(data)) == 1
+            assert events(data)[-1]["error"]["code"] >= 400
             assert b"[DONE]" not in data
             # A whole answer has not begun, so it fails with a status.
             status, body = await chat(s)
             assert status >= 400
             assert b"Once" not in body
+
+    uvloop.run(scene())
+
+
+def whole(**changes: Any) -> str:
+    """D's complete answer, with changes to its choice or, by `usage`, to its usage."""
+    [answer] = d_events(is_streamed=False)
+    answer["usage"] |= changes.pop("usage", {})
+    answer["choices"][0] |= changes
+    return json.dumps(answer)
+
+
+@pytest.mark.parametrize(
+    ("is_streamed", "fails"),
+    [
+        (True, answers(200, whole())),
+        (True, answers(200, "")),
+        (True, answers(204, "")),
+        (True, streams([b"data: %b\n\n" % ERROR.encode()])),
+        (False, streams([stream_of(d_events())])),
+        (False, streams([b"data: %b\n\n" % ERROR.encode()])),
+        (False, answers(206, whole())),
+        (False, answers(200, whole(text=7))),
+        (False, answers(200, whole(token_ids="ab"))),
+        (False, answers(200, whole(usage={"prompt_tokens": "7"}))),
+        (False, answers(200, whole(usage={"completion_tokens": None}))),
+    ],
+)
+def test_after_an_answer_of_d_that_cannot_be_joined_another_d_continues(
+    is_streamed: bool, fails: Behaviour
+) -> None:
+    async def scene() -> None:
+        async with early(samples, [fails, continues], max_retries=2) as s:
+            status, data = await chat(s, stream=is_streamed)
+            joined = json.loads(data)["choices"][0]["message"]["content"] if not is_streamed else ""
+            assert (status, joined or content(data)) == (200, "Once upon a")
+
+    uvloop.run(scene())
+
+
+def test_a_usage_of_d_that_has_no_counts_ends_the_stream_with_an_error() -> None:
+    async def scene() -> None:
+        *begins, last = d_events()
+        last["usage"]["prompt_tokens"] = "7"
+        chunks = [b"data: %b\n\n" % json.dumps(event).encode() for event in (*begins, last)]
+        async with early(samples, streams(chunks)) as s:
+            _, data = await chat(s, stream=True)
+            assert content(data).startswith("Once")
+            assert len(errors(data)) == 1
 
     uvloop.run(scene())
 

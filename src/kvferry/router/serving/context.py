@@ -7,7 +7,7 @@ reads the clock and writes to the client.
 import random
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from kvferry.errors import RemoteProtocolError, RequestRefused
@@ -15,6 +15,7 @@ from kvferry.router.access_log import AnswerFacts
 from kvferry.router.fleet.instances import Instance
 from kvferry.router.fleet.members import RoutingHints
 from kvferry.router.http.messages import (
+    AnswerTooLong,
     Headers,
     InvalidResponse,
     ServerRequest,
@@ -26,6 +27,7 @@ from kvferry.router.routes.error_shapes import error_event, shape_error
 from kvferry.router.routes.response_ids import make_response_id
 from kvferry.router.routes.table import Api
 from kvferry.router.serving.client_request import ClientRequest
+from kvferry.router.serving.event_splitter import EventSplitter
 from kvferry.router.serving.first_token import CONTINUED_PATH, FirstToken
 from kvferry.router.timeline import RequestEvent, Timeline
 from kvferry.tracing.context import TraceContext, read_trace_context
@@ -64,6 +66,8 @@ def new_id() -> str:
 # One client request on its way through the router, and the possible results of a leg.
 
 
+_MAX_EVENT_BYTES = 16 * 1024 * 1024
+"""Largest event of a stream whose events the router changes."""
 _JSON = ("Content-Type", "application/json; charset=utf-8")
 _EVENTS = [("Content-Type", "text/event-stream; charset=utf-8"), ("Cache-Control", "no-cache")]
 # Without this header nginx collects events until its buffer of 4 KiB is full.
@@ -216,8 +220,10 @@ class RequestContext:
         """Send a complete response to the client, or end a stream that has begun with P's token."""
         first = self.first_token
         if self.has_begun_early:
-            self.stream_error = error_message(answer.body)
-            self.reply.put(error_event(answer.status, self.stream_error))
+            self.stream_error = error_message(answer.body) or "an engine failed"
+            # A stream whose first event is an error has the status 200.
+            status = answer.status if answer.status >= 400 else 502
+            self.reply.put(error_event(status, self.stream_error))
             self.reply.end()
             return
         if first is not None and answer.status == 200:
@@ -249,19 +255,13 @@ class RequestContext:
         idle_timeout_s: float,
         filter: Callable[[bytes], bytes] | None,
     ) -> None:
-        is_over = False
-        while not is_over:
-            segment = await answer.read_some(idle_timeout_s)
-            is_over = not segment
-            passed = segment if filter is None else filter(segment)
-            try:
-                events = first.translate(passed) if passed else b""
-                events += first.translate(b"") if is_over else b""
-            except RemoteProtocolError as error:
-                raise InvalidResponse(str(error)) from None
-            if events:
+        async def pass_on(events: list[bytes]) -> None:
+            translated = b"".join(map(first.translate, events))
+            if translated:
                 first.has_continued = True
-                await self.reply.write(events)
+                await self.reply.write(translated)
+
+        await relay_events(answer, idle_timeout_s, filter, pass_on)
         await self.reply.finish()
 
     async def interrupt(self, status: int, message: str) -> None:
@@ -286,6 +286,29 @@ class RequestContext:
     def client_headers(self, headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
         """The headers of a response, with those that every response to a client has."""
         return [*headers, ("X-Request-Id", self.request_id), *self.cors]
+
+
+async def relay_events(
+    answer: UpstreamResponse,
+    idle_timeout_s: float,
+    filter: Callable[[bytes], bytes] | None,
+    pass_on: Callable[[list[bytes]], Awaitable[None]],
+) -> None:
+    """Call `pass_on` with the events of D's stream as they arrive. Raises UpstreamError."""
+    splitter, is_over = EventSplitter(), False
+    while not is_over:
+        segment = await answer.read_some(idle_timeout_s)
+        is_over = not segment
+        events = splitter.feed(segment if filter is None else filter(segment))
+        if splitter.num_incomplete > _MAX_EVENT_BYTES:
+            raise AnswerTooLong(
+                f"an event is longer than {_MAX_EVENT_BYTES} bytes; ask for fewer logprobs, or "
+                "send each prompt in a request of its own"
+            )
+        try:
+            await pass_on([*events, *splitter.finish()] if is_over else events)
+        except RemoteProtocolError as error:
+            raise InvalidResponse(str(error)) from None
 
 
 def leg_headers(

@@ -12,17 +12,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from kvferry.errors import RemoteProtocolError
 from kvferry.router.routes.table import Api
 from kvferry.router.serving.client_request import ClientRequest, Handover
-from kvferry.router.serving.event_splitter import EventSplitter, event_data
+from kvferry.router.serving.event_splitter import event_data
 from kvferry.web.errors import MALFORMED_JSON
-
-__all__ = ["CONTINUED_PATH", "FirstToken", "may_continue", "read_first_token"]
 
 CONTINUED_PATH = "/v1/completions"
 """The route of a decode leg that continues after P's token, and of its retries."""
@@ -32,6 +30,7 @@ _decoder: msgspec.json.Decoder[_Fields] = msgspec.json.Decoder(_Fields)
 _list_decoder: msgspec.json.Decoder[list[_Fields]] = msgspec.json.Decoder(list[_Fields])
 _encode = msgspec.json.Encoder().encode
 _NULL = msgspec.Raw(b"null")
+_Decoded = TypeVar("_Decoded")
 
 # -- which requests --
 # A request with a field that is in none of these tables takes the usual path: D samples the first
@@ -187,13 +186,16 @@ class _Message(msgspec.Struct):
     content: str | None = None
 
 
+_TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+
+
 class _Choice(msgspec.Struct):
     text: str = ""
     message: _Message | None = None
     """The message of a chat; None for a completion."""
     finish_reason: str | None = None
-    token_ids: list[int] = []
-    prompt_token_ids: msgspec.Raw = _NULL
+    token_ids: list[_TokenId] = []
+    prompt_token_ids: list[_TokenId] | None = None
 
 
 class _Usage(msgspec.Struct):
@@ -203,7 +205,7 @@ class _Usage(msgspec.Struct):
 class _Answer(msgspec.Struct):
     choices: list[_Choice]
     usage: _Usage
-    prompt_token_ids: msgspec.Raw = _NULL
+    prompt_token_ids: list[_TokenId] | None = None
 
 
 _params_decoder = msgspec.json.Decoder(_Params | None)
@@ -218,8 +220,8 @@ class _Token:
     """The role of a chat's message; None for a completion."""
     text: str
     token_ids: list[int]
-    prompt_token_ids: bytes
-    """A JSON list; empty if P did not report the tokens of the prompt."""
+    prompt_token_ids: list[int]
+    """Empty if P did not report the tokens of the prompt."""
 
     @property
     def can_be_continued(self) -> bool:
@@ -253,12 +255,13 @@ def read_first_token(
     room = params.first_token.max_model_len - answer.usage.prompt_tokens
     limit = _limit(client.fields, room)
     finish_reason = answer.choices[0].finish_reason
-    if limit is None or finish_reason not in ("stop", "length"):
+    if limit < 1 or finish_reason not in ("stop", "length"):
         return None
     token, continued = _read_token(answer), None
     # P was asked for one token, so P reports "length" also where the client's limit is larger.
     if finish_reason == "length" and limit != 1:
-        if not token.can_be_continued:
+        is_whole_prompt = len(token.prompt_token_ids) == answer.usage.prompt_tokens
+        if not (token.can_be_continued and is_whole_prompt):
             return None
         continued = _continued_request(client, token, limit - 1, seed)
     return FirstToken(client, continued, token, fields, choices[0])
@@ -267,14 +270,14 @@ def read_first_token(
 def _read_token(answer: _Answer) -> _Token:
     [choice] = answer.choices
     # vLLM reports the prompt of a chat beside the choices, and that of a completion in the choice.
-    prompt = _first_list(answer.prompt_token_ids, choice.prompt_token_ids)
+    prompt = answer.prompt_token_ids or choice.prompt_token_ids or []
     if choice.message is None:
         return _Token(None, choice.text, choice.token_ids, prompt)
     return _Token(choice.message.role, choice.message.content or "", choice.token_ids, prompt)
 
 
-def _limit(fields: _Fields, room: int) -> int | None:
-    """The most tokens that the answer may have; None if that depends on the engine. `room`: the
+def _limit(fields: _Fields, room: int) -> int:
+    """The most tokens that the answer may have; 0 if that depends on the engine. `room`: the
     tokens that the model's length leaves for the answer.
     """
     is_chat = "messages" in fields
@@ -282,13 +285,8 @@ def _limit(fields: _Fields, room: int) -> int | None:
         text = bytes(fields.get(name, b"null"))
         if text != b"null":
             # Beyond `room`, some engines answer 400 and some answer with fewer tokens.
-            return int(text) if int(text) <= room else None
+            return int(text) if int(text) <= room else 0
     return room if is_chat else min(room, _DEFAULT_MAX_TOKENS)
-
-
-def _first_list(*texts: msgspec.Raw) -> bytes:
-    """The first of the JSON texts that is a list and not empty; empty if there is none."""
-    return next((text for text in map(bytes, texts) if len(text) > 2 and text[:1] == b"["), b"")
 
 
 def _continued_request(
@@ -300,8 +298,7 @@ def _continued_request(
     # other. The second token would then depend on the draw of the first one.
     if not _has_seed(fields) and not _is_greedy(fields):
         fields["seed"] = msgspec.Raw(b"%d" % seed)
-    prompt_without_bracket = token.prompt_token_ids[:-1]
-    fields["prompt"] = msgspec.Raw(b"%b,%d]" % (prompt_without_bracket, token.token_ids[0]))
+    fields["prompt"] = msgspec.Raw(_encode(token.prompt_token_ids + token.token_ids))
     fields["max_tokens"] = msgspec.Raw(b"%d" % max_tokens)
     return ClientRequest(fields, client.conversation_id)
 
@@ -324,7 +321,6 @@ class FirstToken:
     _choice: _Fields
     has_continued: bool = field(default=False, init=False)
     """Whether the client has received more of a stream than P's token."""
-    _splitter: EventSplitter = field(default_factory=EventSplitter, init=False)
 
     @property
     def _shows_ids(self) -> bool:
@@ -342,7 +338,7 @@ class FirstToken:
             chunk["finish_reason"] = None
         if self._shows_ids:
             chunk["token_ids"] = token.token_ids
-            prompt = {"prompt_token_ids": msgspec.Raw(token.prompt_token_ids or b"null")}
+            prompt = {"prompt_token_ids": token.prompt_token_ids or None}
         if token.role is None:
             events = self._event([chunk | prompt])
         else:
@@ -351,28 +347,22 @@ class FirstToken:
             events += self._event([_as_chat_choice(chunk)])
         return events if self.continued is not None else events + self._last_events()
 
-    def translate(self, segment: bytes) -> bytes:
-        """Turn a segment of D's stream into events for the client; b"" ends D's stream.
-
-        RemoteProtocolError if an event is malformed.
+    def translate(self, event: bytes) -> bytes:
+        """Turn an event of D's stream into one for the client. RemoteProtocolError if the event is
+        malformed.
         """
-        events = self._splitter.feed(segment) if segment else self._splitter.finish()
-        return b"".join(map(self._translate_event, events))
-
-    def _translate_event(self, event: bytes) -> bytes:
         data = event_data(event)
         if not data or data == b"[DONE]":
             return event + b"\n\n"
-        answer = _read_answer(data)
+        answer = _decode(_decoder, data)
         if "error" in answer:
             return event + b"\n\n"
-        for choice in answer["choices"]:
+        choices: list[dict[str, Any]] = []
+        for choice in _decode(_list_decoder, answer.get("choices", b"[]")):
             # Not the client's prompt, which P's event contained: D's prompt ends with P's token.
             choice.pop("prompt_token_ids", None)
-        choices = answer["choices"]
-        if self._token.role is not None:
-            choices = [_as_chat_choice(choice) for choice in choices]
-        return self._event(choices, answer)
+            choices.append(choice if self._token.role is None else _as_chat_choice(choice))
+        return self._event(choices, answer | _usage_of_both(answer.get("usage", _NULL)))
 
     def _last_events(self) -> bytes:
         text = self.client.fields.get("stream_options")
@@ -400,14 +390,12 @@ class FirstToken:
         choice: dict[str, Any] = dict(self._choice)
         text = self._token.text
         if rest is not None:
-            answer = _read_answer(rest)
-            if len(answer["choices"]) != 1:
-                raise RemoteProtocolError(f"its answer has {len(answer['choices'])} choices, not 1")
-            [added] = answer["choices"]
-            text += added.get("text", "")
-            choice |= {name: added.get(name) for name in ("finish_reason", "stop_reason")}
-            choice["token_ids"] = self._token.token_ids + (added.get("token_ids") or [])
-            fields["usage"] = answer.get("usage")
+            answer = _decode(_rest_decoder, rest)
+            [added] = answer.choices
+            text += added.text
+            choice |= {"finish_reason": added.finish_reason, "stop_reason": added.stop_reason}
+            choice["token_ids"] = self._token.token_ids + (added.token_ids or [])
+            fields |= {"usage": None} | _usage_of_both(answer.usage)
         if self._token.role is None:
             choice["text"] = text
         else:
@@ -419,35 +407,52 @@ class FirstToken:
         return _encode(fields | {"choices": [choice]})
 
 
-def _as_chat_choice(chunk: dict[str, Any]) -> dict[str, Any]:
+def _as_chat_choice(chunk: Mapping[str, Any]) -> dict[str, Any]:
     """A choice of a completion's stream as a choice of a chat's stream."""
     rest = {name: value for name, value in chunk.items() if name not in ("index", "text")}
     return {"index": 0, "delta": {"content": chunk.get("text", "")}, **rest}
 
 
-class _ContinuedAnswer(msgspec.Struct):
-    """The fields of D's answer that are changed for the client."""
-
-    choices: list[dict[str, Any]] = []
-    usage: dict[str, Any] | None = None
-
-
-_continued_decoder = msgspec.json.Decoder(_ContinuedAnswer)
+class _RestChoice(msgspec.Struct):
+    text: str = ""
+    token_ids: list[int] | None = None
+    finish_reason: msgspec.Raw = _NULL
+    stop_reason: msgspec.Raw = _NULL
 
 
-def _read_answer(data: bytes) -> dict[str, Any]:
-    """Read D's answer, or one event of it. D counts P's token as part of the prompt; the usage
-    that is returned counts it as part of the answer.
-    """
+class _Rest(msgspec.Struct):
+    """D's complete answer."""
+
+    choices: tuple[_RestChoice]
+    usage: msgspec.Raw = _NULL
+
+
+class _Counts(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+
+
+_rest_decoder = msgspec.json.Decoder(_Rest)
+_usage_decoder = msgspec.json.Decoder(_Fields | None)
+_counts_decoder = msgspec.json.Decoder(_Counts)
+
+
+def _decode(decoder: msgspec.json.Decoder[_Decoded], data: bytes | msgspec.Raw) -> _Decoded:
+    """Decode a part of D's answer."""
     try:
-        rest = _continued_decoder.decode(data)
-        fields: dict[str, Any] = dict(_decoder.decode(data))
+        return decoder.decode(data)
     except MALFORMED_JSON as error:
         raise RemoteProtocolError(f"its answer is not a completion: {error}") from None
-    fields["choices"] = rest.choices
-    if rest.usage is not None:
-        counts = {"prompt_tokens": -1, "completion_tokens": 1}
-        fields["usage"] = rest.usage | {
-            name: rest.usage.get(name, 0) + more for name, more in counts.items()
-        }
-    return fields
+
+
+def _usage_of_both(text: msgspec.Raw) -> dict[str, Any]:
+    """D's usage, with P's token as part of the answer. D counts it as part of the prompt."""
+    usage = _decode(_usage_decoder, text)
+    if usage is None:
+        return {}
+    counts = _decode(_counts_decoder, text)
+    changed = {
+        "prompt_tokens": counts.prompt_tokens - 1,
+        "completion_tokens": counts.completion_tokens + 1,
+    }
+    return {"usage": usage | changed}

@@ -51,8 +51,6 @@ from kvferry.router.timeline import RequestEvent
 from kvferry.types import Address
 from kvferry.web.errors import error_message
 
-__all__ = ["DecodeLeg", "FailureQuery", "PrefillLeg", "make_failure_query_by"]
-
 
 @dataclass(slots=True)
 class PrefillLeg:
@@ -285,7 +283,10 @@ class DecodeLeg:
             # A complete body, or the start of a stream, must arrive before the client gets a byte:
             # until then another D can be tried.
             whole, start = None, StreamStart()
-            if is_event_stream(answer):
+            is_stream = is_event_stream(answer)
+            if context.first_token is not None and answer.status < 400:
+                _check_continues(context, answer, is_stream)
+            if is_stream and answer.status < 400:
                 start = await peek_start(answer, self.instance_client.options.timeouts.idle)
             else:
                 whole = await self.instance_client.read(answer)
@@ -405,6 +406,16 @@ class DecodeLeg:
         message = f"{instance} did not complete its answer: {what}"
         _log.warning("stream aborted request=%s: %s", context.request_id, message)
         await context.interrupt(502, message)
+
+
+def _check_continues(context: RequestContext, answer: UpstreamResponse, is_stream: bool) -> None:
+    """RemoteProtocolError if D's answer cannot be the rest of one that begins with P's token."""
+    if answer.status != 200 or is_stream != context.client.is_streamed:
+        asked = "a stream" if context.client.is_streamed else "a complete answer"
+        kind = answer.headers.get("content-type")
+        raise RemoteProtocolError(
+            f"it was asked for {asked} and answered with status {answer.status} and {kind}"
+        )
 
 
 class _DoneChecker:

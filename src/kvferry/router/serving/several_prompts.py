@@ -17,25 +17,21 @@ from typing import Any
 import msgspec
 
 from kvferry.errors import RemoteProtocolError
-from kvferry.router.http.messages import AnswerTooLong, InvalidResponse
 from kvferry.router.http.pool import UpstreamResponse
 from kvferry.router.serving.admission import AdmissionController
 from kvferry.router.serving.context import (
     HttpResponse,
     RequestContext,
     build_error_response,
+    relay_events,
     stream_headers,
 )
-from kvferry.router.serving.event_splitter import EventSplitter, event_data
+from kvferry.router.serving.event_splitter import event_data
 from kvferry.router.timeline import RequestEvent, Timeline
 from kvferry.web.errors import MALFORMED_JSON, error_message
 
-__all__ = ["MAX_AT_ONCE", "JoinedAnswer", "PromptsServer"]
-
 MAX_AT_ONCE = 16
 """Prompts of one request that run at the same time."""
-_MAX_EVENT_BYTES = 16 * 1024 * 1024
-"""Largest event of a stream that is joined with others: each prompt may hold so much memory."""
 _JSON = ("Content-Type", "application/json")
 
 _Fields = dict[str, msgspec.Raw]
@@ -193,26 +189,15 @@ class _PromptContext(RequestContext):
         idle_timeout_s: float,
         filter: Callable[[bytes], bytes] | None,
     ) -> None:
-        headers, splitter, is_over = stream_headers(answer.headers), EventSplitter(), False
-        while not is_over:
-            segment = await answer.read_some(idle_timeout_s)
-            is_over = not segment
-            events = splitter.feed(segment if filter is None else filter(segment))
-            if splitter.num_incomplete > _MAX_EVENT_BYTES:
-                raise AnswerTooLong(
-                    f"an event is longer than {_MAX_EVENT_BYTES} bytes; ask for fewer logprobs, or "
-                    "send each prompt in a request of its own"
-                )
-            await self._pass_on([*events, *splitter.finish()] if is_over else events, headers)
+        headers = stream_headers(answer.headers)
 
-    async def _pass_on(self, events: list[bytes], headers: list[tuple[str, str]]) -> None:
-        try:
+        async def pass_on(events: list[bytes]) -> None:
             joined = b"".join(self.joined.event(self.number, event) for event in events)
-        except RemoteProtocolError as error:
-            raise InvalidResponse(str(error)) from None
-        if joined:
-            self.has_written = True
-            await self.write(joined, headers)
+            if joined:
+                self.has_written = True
+                await self.write(joined, headers)
+
+        await relay_events(answer, idle_timeout_s, filter, pass_on)
 
     async def interrupt(self, status: int, message: str) -> None:
         self.failure = build_error_response(status, message)
