@@ -11,13 +11,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
 from tests.tiers.storages import DiskStorage, mounted
 
 from kvferry.errors import ConfigError
+from kvferry.logs import RepeatFilter
 from kvferry.testing.local import ManualClock
 from kvferry.testing.tier_conformance import (
     NAMESPACE,
@@ -27,10 +28,12 @@ from kvferry.testing.tier_conformance import (
     new_key,
     payload_of,
 )
+from kvferry.tiers import disk_space
 from kvferry.tiers.backoff import StorageFailed
 from kvferry.tiers.base import LoadOutcome, ObjectKey, StoreOutcome
-from kvferry.tiers.disk import OPEN_FLAGS, DiskTier, read_file_by_os
+from kvferry.tiers.disk import DiskTier, read_file_by_os
 from kvferry.tiers.disk_space import DiskSpace, draft_name
+from kvferry.tiers.files import OPEN_FLAGS
 from kvferry.tiers.keys import Namespace
 from kvferry.transports.copy.native import native_or
 
@@ -102,6 +105,48 @@ def test_the_folder_names_what_it_holds(tier: DiskTier, tmp_path: Path) -> None:
     assert text.read_text(encoding="utf-8") == NAMESPACE.text
 
 
+@pytest.mark.parametrize(
+    "instead", ["nothing", "empty", "damaged", "dangling link", "FIFO", "folder"]
+)
+def test_what_lies_in_place_of_the_description_is_replaced_and_never_followed(
+    tmp_path: Path, instead: str
+) -> None:
+    path, elsewhere = tmp_path / "cache" / NAMESPACE.hex / "namespace.json", tmp_path / "elsewhere"
+    path.parent.mkdir(parents=True)
+    match instead:
+        case "empty":
+            path.touch()
+        case "damaged":
+            path.write_text(NAMESPACE.text[:-1] + "]")
+        case "dangling link":
+            path.symlink_to(elsewhere)
+        case "FIFO":
+            os.mkfifo(path)
+        case "folder":
+            path.mkdir()
+    with opened(tmp_path / "cache") as tier:
+        if instead == "folder":
+            assert list(path.iterdir()) == []
+        else:
+            assert path.read_text(encoding="utf-8") == NAMESPACE.text
+            assert not path.is_symlink()
+        assert store(tier, new_key()) == [StoreOutcome.STORED]
+    assert not elsewhere.exists()
+    assert not list(path.parent.glob(".namespace*"))
+
+
+def test_a_description_that_a_full_disk_refused_is_written_later(
+    small_disk: Path, clock: ManualClock
+) -> None:
+    filler = fill(small_disk)
+    path = small_disk / NAMESPACE.hex / "namespace.json"
+    with opened(small_disk, clock=clock) as tier:
+        assert not path.exists()
+        filler.unlink()
+        assert store(tier, new_key()) == [StoreOutcome.STORED]
+        assert path.read_text(encoding="utf-8") == NAMESPACE.text
+
+
 def test_a_folder_that_all_users_may_write_to_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     with pytest.raises(ConfigError, match="chmod o-w"):
@@ -145,6 +190,41 @@ def test_a_fifo_in_place_of_an_object_is_refused(tier: DiskTier, tmp_path: Path)
     os.mkfifo(path)
     assert load(tier, key) is LoadOutcome.REFUSED
     assert not path.exists()
+
+
+@contextmanager
+def a_folder(path: Path) -> Iterator[None]:
+    path.mkdir()
+    yield
+
+
+@contextmanager
+def a_file_that_may_not_be_replaced(path: Path) -> Iterator[None]:
+    path.write_bytes(b"damaged")
+    if subprocess.run(["chattr", "+i", str(path)], capture_output=True, check=False).returncode:
+        pytest.skip("only root can make a file immutable, and not on every file system")
+    try:
+        yield
+    finally:
+        subprocess.run(["chattr", "-i", str(path)], check=True)
+
+
+@pytest.mark.parametrize("instead", [a_folder, a_file_that_may_not_be_replaced])
+def test_what_is_in_the_way_of_one_object_fails_only_its_stores(
+    tier: DiskTier, tmp_path: Path, instead: Callable[[Path], AbstractContextManager[None]]
+) -> None:
+    key = new_key()
+    path = object_path(tmp_path / "cache", key)
+    path.parent.mkdir()
+    with instead(path):
+        for _ in range(2):
+            result = tier.store(key, payload_of(key, PAYLOAD_BYTES))
+            assert result.outcome is StoreOutcome.FAILED
+            assert str(path) in result.reason
+            assert store(tier, new_key()) == [StoreOutcome.STORED]
+        assert load(tier, key) is LoadOutcome.REFUSED
+        assert not list(path.parent.glob(".*"))
+        assert tier.find([key]) == [path.is_file()]
 
 
 def test_an_object_of_another_format_version_is_refused_by_name(
@@ -215,7 +295,7 @@ def test_a_full_disk_fails_one_store_and_drops_the_next_ones_for_a_while(
         filler = fill(small_disk)
         result = tier.store(new_key(), aligned_buffer(PAYLOAD_BYTES))
         assert result.outcome is StoreOutcome.FAILED
-        assert "No space left on device; free space or lower max_bytes" in result.reason
+        assert "No space left on device; free space, or lower the disk tier's size" in result.reason
         assert not list(small_disk.rglob("*.tmp")), "a failed store left its draft"
         assert load(tier, kept) is LoadOutcome.LOADED
         filler.unlink()
@@ -323,6 +403,32 @@ def test_the_least_recently_used_objects_are_evicted(tier: DiskTier, tmp_path: P
     usage = space.usage()
     assert (usage.num_objects, usage.num_evicted) == (4, 6)
     assert usage.used_bytes == 4 * OBJECT_BYTES
+
+
+def test_what_cannot_be_evicted_keeps_its_space_and_the_next_objects_are_evicted(
+    tier: DiskTier,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A scan evicts two at most, so that the whole first scan fails.
+    monkeypatch.setattr(disk_space, "MAX_EVICTIONS_PER_SCAN", 2)
+    root = tmp_path / "cache"
+    stuck, keys = ([new_key() for _ in range(count)] for count in (3, 10))
+    for key in stuck:
+        (object_path(root, key) / "inside").mkdir(parents=True)
+    store(tier, *keys)
+    for number, key in enumerate((*stuck, *keys)):
+        make_older(root, key, HOUR_S - number)
+    stuck_bytes = sum(object_path(root, key).stat().st_size for key in stuck)
+    space = DiskSpace(root, max_bytes=stuck_bytes + 5 * OBJECT_BYTES)
+    caplog.handler.addFilter(RepeatFilter())
+    space.sweep()
+    assert tier.find(keys) == [False] * 6 + [True] * 4
+    assert space.usage().used_bytes == stuck_bytes + 4 * OBJECT_BYTES
+    assert space.usage().num_evicted == 6
+    [message] = caplog.messages
+    assert f"{object_path(root, stuck[0])} cannot be evicted" in message
 
 
 def test_a_folder_below_its_limit_keeps_everything(tier: DiskTier, tmp_path: Path) -> None:
@@ -447,8 +553,12 @@ def test_most_loads_write_nothing(tier: DiskTier, tmp_path: Path) -> None:
     assert object_path(root, key).stat().st_mtime_ns > before
 
 
-def test_a_full_folder_drops_stores_until_the_sweeper_has_evicted(tmp_path: Path) -> None:
-    with opened(tmp_path / "cache", max_bytes=10 * OBJECT_BYTES) as tier:
+@pytest.mark.parametrize("num_fitting", [10, 10.3])
+def test_a_full_folder_drops_stores_until_the_sweeper_has_evicted(
+    tmp_path: Path, num_fitting: float
+) -> None:
+    """With room for a third of an object, the folder is 97 % full."""
+    with opened(tmp_path / "cache", max_bytes=int(num_fitting * OBJECT_BYTES)) as tier:
         outcomes: list[StoreOutcome] = []
         deadline = time.monotonic() + DEADLINE_S
         while outcomes.count(StoreOutcome.STORED) < 50:

@@ -13,18 +13,20 @@ mount that hangs, the calling thread waits as long as the mount's own time limit
 """
 
 import errno
+import logging
 import mmap
 import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 
 from kvferry.errors import ConfigError
+from kvferry.logs import repeats_of
 from kvferry.tiers.backoff import StorageFailed, StorageHealth
 from kvferry.tiers.base import (
     LoadOutcome,
@@ -36,21 +38,23 @@ from kvferry.tiers.base import (
 )
 from kvferry.tiers.disk_space import DiskSpace, DiskSweeper, draft_name
 from kvferry.tiers.envelope import HEADER_BYTES, Envelope
+from kvferry.tiers.files import OPEN_FLAGS, read_regular_file
 from kvferry.tiers.keys import NAMESPACE_FILE, Namespace
 from kvferry.transports.copy.native import native_or
-
-__all__ = ["OPEN_FLAGS", "DiskTier", "read_file_by_os"]
 
 PAGE_BYTES = HEADER_BYTES
 """What direct I/O needs at most: addresses, offsets and lengths are multiples of it."""
 TOUCH_INTERVAL_S = 60.0
 """An object's time of last use is as exact as this, so that most loads write nothing."""
 
-OPEN_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-"""O_NONBLOCK: opening a FIFO in place of an object must not block."""
-
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 """ESTALE: another host has removed the object while it was open here."""
+_OF_ONE_OBJECT = (errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EPERM)
+"""Something else lies at the object's path, or a file that may not be replaced: other objects can
+still be stored.
+"""
+
+_log = logging.getLogger(__name__)
 
 
 class _ThreadPages(threading.local):
@@ -128,9 +132,11 @@ class DiskTier:
         try:
             result = self._store(path, key, payload)
         except OSError as error:
-            advice = "; free space or lower max_bytes" if error.errno == errno.ENOSPC else ""
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            advice = "; free space, or lower the disk tier's size" if is_full else ""
             reason = f"{path} cannot be written: {error.strerror}{advice}"
-            self._storing.failed(reason)
+            if error.errno not in _OF_ONE_OBJECT:
+                self._storing.failed(reason)
             return StoreResult(StoreOutcome.FAILED, reason)
         self._storing.succeeded()
         return result
@@ -206,25 +212,14 @@ class DiskTier:
 
     def _write(self, path: str, header: bytes, payload: memoryview) -> None:
         """Make the object visible as a whole, or raise OSError and leave no file."""
-        folder, name = os.path.split(path)
-        draft = f"{folder}/{draft_name(name)}"
         direct = self._direct_flag if _is_aligned(payload) else 0
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | direct
         try:
-            opened = _open(draft, flags)
-        except FileNotFoundError:
-            self._make_folder(folder)
-            opened = _open(draft, flags)
-        try:
-            try:
+            with _draft_of(path, direct) as opened:
                 _write_object(opened, self._thread_pages.pages, header, payload)
-            finally:
-                os.close(opened)  # network file systems report some errors only here
-            os.replace(draft, path)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(draft)
-            raise
+        except FileNotFoundError:
+            self._make_folder(os.path.dirname(path))
+            with _draft_of(path, direct) as opened:
+                _write_object(opened, self._thread_pages.pages, header, payload)
 
     def _make_folder(self, folder: str) -> None:
         """Make the namespace's folder, and a folder in it. Does not make the root again: if it is
@@ -234,21 +229,58 @@ class DiskTier:
             os.mkdir(self._folder, 0o700)
         if not stat.S_ISDIR(os.lstat(self._folder).st_mode):
             raise NotADirectoryError(errno.ENOTDIR, "the namespace's folder is not a folder")
-        text = f"{self._folder}/{NAMESPACE_FILE}"
-        if not os.path.exists(text):
-            Path(text).write_text(self._namespace.text, encoding="utf-8")
         with suppress(FileExistsError):
             os.mkdir(folder, 0o700)
+        self._describe()
+
+    def _describe(self) -> None:
+        """Write down what the namespace is, unless exactly that is written there. Objects are
+        stored and loaded without it.
+        """
+        path, text = f"{self._folder}/{NAMESPACE_FILE}", self._namespace.text.encode()
+        try:
+            with suppress(OSError):
+                if read_regular_file(path, len(text) + 1) == text:
+                    return
+            with _draft_of(path) as opened:
+                if os.write(opened, text) != len(text):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            _log.warning(
+                "%s cannot be written (%s), so `kvferry store` cannot say what is stored there",
+                path,
+                error.strerror,
+                extra=repeats_of("describe", path),
+            )
+
+
+@contextmanager
+def _draft_of(path: str, flags: int = 0) -> Iterator[int]:
+    """Open a draft, which becomes the file at this path when the block ends. If the block or the
+    file system fails, nothing is left. A link at the path is replaced, not followed.
+    """
+    folder, name = os.path.split(path)
+    draft = f"{folder}/{draft_name(name)}"
+    opened = _open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | flags)
+    try:
+        try:
+            yield opened
+        finally:
+            os.close(opened)  # network file systems report some errors only here
+        os.replace(draft, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(draft)
+        raise
 
 
 def _exists(path: str) -> bool:
     try:
-        os.stat(path)
+        return stat.S_ISREG(os.lstat(path).st_mode)
     except OSError as error:
         if error.errno in _GONE:
             return False
         raise StorageFailed(f"{path} cannot be looked up: {error.strerror}") from None
-    return True
 
 
 def _prepare_root(root: Path) -> None:

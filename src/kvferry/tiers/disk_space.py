@@ -23,18 +23,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from kvferry.logs import repeats_of
 from kvferry.tiers.base import ObjectKey, TierUsage
-
-__all__ = [
-    "DRAFT_MAX_AGE_S",
-    "DRAFT_NAME",
-    "FOLDER_NAME",
-    "NAMESPACE_NAME",
-    "OBJECT_NAME",
-    "DiskSpace",
-    "DiskSweeper",
-    "draft_name",
-]
 
 WAKE_FRACTION = 0.975
 """The part of the limit beyond which eviction starts."""
@@ -49,17 +39,17 @@ FULL_INTERVAL_S = 5.0
 """The least time between two sweeps of a folder in which nothing can be evicted."""
 CLOSE_S = 10.0
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 NAMESPACE_NAME = re.compile(r"[0-9a-f]{32}\Z")
 FOLDER_NAME = re.compile(r"[0-9a-f]{2}\Z")
 OBJECT_NAME = re.compile(r"[0-9a-f]{64}\Z")
-DRAFT_NAME = re.compile(r"\.[0-9a-f]{64}\.[0-9a-f]{16}\.tmp\Z")
+DRAFT_NAME = re.compile(r"\.([0-9a-f]{64}|namespace\.json)\.[0-9a-f]{16}\.tmp\Z")
 
 
-def draft_name(object_name: str) -> str:
-    """A name under which one writer writes an object."""
-    return f".{object_name}.{secrets.token_hex(8)}.tmp"
+def draft_name(name: str) -> str:
+    """A name under which one writer writes a file."""
+    return f".{name}.{secrets.token_hex(8)}.tmp"
 
 
 class _StoredFile(NamedTuple):
@@ -68,6 +58,9 @@ class _StoredFile(NamedTuple):
     used_at: float
     path: str
     size_bytes: int
+
+
+_BEFORE_ALL = _StoredFile(float("-inf"), "", 0)
 
 
 class DiskSpace:
@@ -84,16 +77,25 @@ class DiskSpace:
         self._used_bytes = 0
         self._num_objects = 0
         self._num_evicted = 0
+        self._wanted_bytes = 0
+        """The size of the largest object for which there was no room since the last eviction."""
         self._watched: set[ObjectKey] = set()
         self._lost: list[ObjectKey] = []
         """Objects that were watched, until `take_lost`."""
         self._is_cancelled = False
 
     def has_room(self, size_bytes: int) -> bool:
-        return self._max_bytes is None or self._used_bytes + size_bytes <= self._max_bytes
+        """Whether an object may be stored. If not, a sweep makes room for it."""
+        if self._max_bytes is None or self._used_bytes + size_bytes <= self._max_bytes:
+            return True
+        if size_bytes <= self._max_bytes:
+            self._wanted_bytes = max(self._wanted_bytes, size_bytes)
+        return False
 
     def is_nearly_full(self) -> bool:
-        return self._max_bytes is not None and self._used_bytes > WAKE_FRACTION * self._max_bytes
+        return self._max_bytes is not None and self._used_bytes > min(
+            WAKE_FRACTION * self._max_bytes, self._max_bytes - self._wanted_bytes
+        )
 
     def record(self, num_objects: int, size_bytes: int) -> None:
         """Note that this process has added objects, or removed them with negative numbers."""
@@ -123,23 +125,26 @@ class DiskSpace:
         """Scan the folder, delete what dead writers left, and evict until the folder is small
         enough. Raises nothing for what the file system or other processes do.
         """
-        while not self._is_cancelled and self._scan_and_evict():
-            pass
+        tried: _StoredFile | None = _BEFORE_ALL
+        while tried is not None and not self._is_cancelled:
+            tried = self._scan_and_evict(tried)
 
     def cancel(self) -> None:
         """Make a sweep in another thread, and all later ones, end soon."""
         self._is_cancelled = True
 
-    def _scan_and_evict(self) -> bool:
-        """Return whether the folder needs another scan."""
+    def _scan_and_evict(self, tried: _StoredFile) -> _StoredFile | None:
+        """Evict objects that come after those that this sweep has tried. Return the last one if the
+        folder needs another scan.
+        """
         with self._lock:
             used_before, objects_before = self._used_bytes, self._num_objects
             unseen = self._watched.copy()
         scan = _Scan(self._root)
         files = self._until_cancelled(scan.files(), unseen)
-        oldest = heapq.nsmallest(MAX_EVICTIONS_PER_SCAN, files)
+        oldest = heapq.nsmallest(MAX_EVICTIONS_PER_SCAN, (each for each in files if each > tried))
         if self._is_cancelled:
-            return False
+            return None
         if scan.is_complete:
             self._note_lost(unseen)
         with self._lock:
@@ -151,16 +156,19 @@ class DiskSpace:
             self._used_bytes = scan.used_bytes + max(0, self._used_bytes - used_before)
             self._num_objects = scan.num_objects + max(0, self._num_objects - objects_before)
         if not self.is_nearly_full():
-            return False
-        return self._evict(oldest) > 0 and self.is_nearly_full()
+            return None
+        self._evict(oldest)
+        return oldest[-1] if oldest and self.is_nearly_full() else None
 
-    def _evict(self, oldest: list[_StoredFile]) -> int:
-        """Delete files, the least recently used first, and return how many are gone."""
+    def _evict(self, oldest: list[_StoredFile]) -> None:
+        """Delete files, the least recently used first. Those that cannot be deleted keep their
+        space, and the next ones are deleted instead.
+        """
         assert self._max_bytes is not None
-        goal_bytes = GOAL_FRACTION * self._max_bytes
-        num_gone = 0
+        goal_bytes = min(GOAL_FRACTION * self._max_bytes, self._max_bytes - self._wanted_bytes)
         for file in oldest:
             if self._used_bytes <= goal_bytes or self._is_cancelled:
+                self._wanted_bytes = 0
                 break
             try:
                 os.unlink(file.path)
@@ -169,13 +177,16 @@ class DiskSpace:
             except FileNotFoundError:
                 pass  # another engine evicted it, which makes as much room
             except OSError as error:
-                logger.warning("cannot evict %s: %s", file.path, error.strerror)
-                return num_gone
-            num_gone += 1
+                _log.warning(
+                    "%s cannot be evicted and keeps its space (%s); delete it",
+                    file.path,
+                    error.strerror,
+                    extra=repeats_of("evict", str(self._root)),
+                )
+                continue
             if self._is_watched(file):
                 self._note_lost([_key_of(file)])
             self.record(-1, -file.size_bytes)
-        return num_gone
 
     def _until_cancelled(
         self, files: Iterator[_StoredFile], unseen: set[ObjectKey]
@@ -232,7 +243,7 @@ class _Scan:
             if is_draft and abs(self._now - found.st_mtime) > DRAFT_MAX_AGE_S:
                 with suppress(OSError):
                     os.unlink(entry.path)
-                continue
+                    continue
             self.used_bytes += found.st_size
             if not is_draft:
                 self.num_objects += 1
@@ -252,7 +263,7 @@ class _Scan:
             if error.errno in (errno.ENOENT, errno.ENOTDIR):
                 return
             if self.is_complete:
-                logger.warning("cannot read %s: %s", path, error.strerror)
+                _log.warning("cannot read %s: %s", path, error.strerror)
             self.is_complete = False
 
 
@@ -289,7 +300,7 @@ class DiskSweeper:
                 self._space.sweep()
             except Exception:
                 # Without sweeps the folder reaches its limit: stores are dropped, loads go on.
-                logger.exception("the sweep of a disk tier failed")
+                _log.exception("the sweep of a disk tier failed")
             if self._space.is_nearly_full():
                 # Nothing could be evicted, and every dropped store asks for a sweep.
                 self._closing.wait(FULL_INTERVAL_S)

@@ -39,6 +39,7 @@ import numpy as np
 
 from kvferry.errors import ConfigError
 from kvferry.tiers.base import KEY_BYTES, ObjectKey, ObjectKeys
+from kvferry.tiers.files import OPEN_FLAGS
 from kvferry.tiers.keys import Namespace
 from kvferry.transports.copy.native import native_or
 
@@ -79,9 +80,6 @@ MAX_ROWS = (1 << 32) - 1
 MAX_ROW_BYTES = 1 << 40
 MADV_POPULATE_WRITE = 23
 """Maps all pages at once; Python's mmap module does not define the flag yet."""
-READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-WRITE_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-"""Opening a pipe, if one is in the folder, must not wait."""
 SLOTS = 8
 """In one bucket of the index. A slot holds 32 bits of a key and, in its lower half, the number of
 the key's row + 1. There are at least as many buckets as rows, so about one row in a million finds
@@ -443,7 +441,7 @@ def adopt_segment(path: Path, namespace: Namespace, layout: SegmentLayout) -> Ow
     owner, or is not of this namespace and layout.
     """
     try:
-        fd = os.open(path, WRITE_FLAGS)
+        fd = os.open(path, os.O_RDWR | OPEN_FLAGS)
     except OSError:
         return None
     # OSError also if another engine has just removed the file.
@@ -464,7 +462,7 @@ def adopt_segment(path: Path, namespace: Namespace, layout: SegmentLayout) -> Ow
 def open_for_reading(path: Path) -> tuple[Header, SegmentTable] | None:
     """Map a segment of another process. None if the file is not a valid segment."""
     try:
-        fd = os.open(path, WRITE_FLAGS)
+        fd = os.open(path, os.O_RDWR | OPEN_FLAGS)
     except OSError:
         return None
     try:
@@ -487,7 +485,7 @@ def read_header(path: Path) -> tuple[Header, float] | None:
     file is not a valid segment.
     """
     with contextlib.suppress(OSError):
-        fd = os.open(path, READ_FLAGS)
+        fd = os.open(path, os.O_RDONLY | OPEN_FLAGS)
         try:
             header = _checked_header(fd)
             last_store = struct.unpack("<d", os.pread(fd, 8, LAST_STORE_AT))[0] if header else 0.0
@@ -500,7 +498,7 @@ def read_header(path: Path) -> tuple[Header, float] | None:
 def is_locked(path: Path) -> bool:
     """Whether the owner of a file lives. False if there is no such file."""
     with contextlib.suppress(OSError):
-        fd = os.open(path, READ_FLAGS)
+        fd = os.open(path, os.O_RDONLY | OPEN_FLAGS)
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -527,7 +525,7 @@ def remove_orphan(path: Path) -> bool:
 
 def _unlink_unless_locked(path: Path) -> bool:
     with contextlib.suppress(OSError):
-        fd = os.open(path, READ_FLAGS)
+        fd = os.open(path, os.O_RDONLY | OPEN_FLAGS)
         try:
             if _lock(fd, path):
                 os.unlink(path)
@@ -587,7 +585,7 @@ def iter_orphans(folder: Path) -> Iterator[tuple[Path, int]]:
 def _size_of_other_version(path: Path) -> int | None:
     """The size of a segment of another version of kvferry; None if the file is something else."""
     with contextlib.suppress(OSError):
-        fd = os.open(path, READ_FLAGS)
+        fd = os.open(path, os.O_RDONLY | OPEN_FLAGS)
         try:
             found = os.fstat(fd)
             head = os.pread(fd, 12, 0)

@@ -13,7 +13,6 @@ import contextlib
 import os
 import secrets
 import shutil
-import stat
 import time
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -22,15 +21,10 @@ from pathlib import Path
 from kvferry.errors import ConfigError
 from kvferry.tiers.base import KEY_BYTES, ObjectKey
 from kvferry.tiers.envelope import HEADER_BYTES, Envelope
+from kvferry.tiers.files import DamagedFile, read_regular_file
 from kvferry.tiers.keys import Namespace
 
-__all__ = ["PrefixFolders", "file_key", "find_longest", "is_stored"]
-
 MAX_DRAFT_AGE_S = 3600.0
-
-
-class DamagedFile(OSError):
-    """A file is not as it was written."""
 
 
 class PrefixFolders:
@@ -115,8 +109,8 @@ class PrefixFolders:
     def read(self, key: ObjectKey, layer: str) -> bytes:
         """The contents of one layer's file; OSError unless every byte is as it was written."""
         path = self.path(key) / f"{layer}.safetensors"
-        seal = _read_file(path.with_name(f"{layer}.seal"), HEADER_BYTES)
-        data = _read_file(path, self._max_file_bytes)
+        seal = read_regular_file(path.with_name(f"{layer}.seal"), HEADER_BYTES)
+        data = read_regular_file(path, self._max_file_bytes)
         refusal = self._envelope.check(
             file_key(key, layer), memoryview(seal), memoryview(data), HEADER_BYTES + len(data)
         )
@@ -163,15 +157,3 @@ def find_longest(
 def file_key(key: ObjectKey, layer: str) -> ObjectKey:
     """The key of one file, so that two layers cannot be mixed up."""
     return ObjectKey(blake2b(layer.encode(), key=key, digest_size=KEY_BYTES).digest())
-
-
-def _read_file(path: Path, max_bytes: int) -> bytes:
-    with open(path, "rb", opener=_open_without_waiting) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise DamagedFile(f"{path} is not a file")
-        return file.read(max_bytes)
-
-
-def _open_without_waiting(path: str, flags: int) -> int:
-    # Opening a FIFO in place of a file must not block.
-    return os.open(path, flags | os.O_NONBLOCK)

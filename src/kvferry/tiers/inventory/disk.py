@@ -18,6 +18,7 @@ from kvferry.tiers.disk_space import (
     OBJECT_NAME,
 )
 from kvferry.tiers.envelope import HEADER_BYTES, Envelope, Refusal
+from kvferry.tiers.files import OPEN_FLAGS, read_regular_file
 from kvferry.tiers.inventory.base import (
     MAX_TEXT_BYTES,
     CheckResult,
@@ -28,12 +29,8 @@ from kvferry.tiers.inventory.base import (
 )
 from kvferry.tiers.keys import NAMESPACE_FILE
 
-__all__ = ["DiskInventory", "checked"]
-
 MAX_OBJECT_BYTES = 4 << 30
 """Larger files are refused unread. No engine has chunks of this size."""
-READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-"""Opening a pipe, if one is in the folder, must not wait."""
 
 
 class DiskInventory:
@@ -80,7 +77,7 @@ class DiskInventory:
 
     def check(self, namespace: str, name: str) -> CheckResult:
         try:
-            opened = os.open(self._path(namespace, name), READ_FLAGS)
+            opened = os.open(self._path(namespace, name), os.O_RDONLY | OPEN_FLAGS)
         except FileNotFoundError:
             return CheckResult(Condition.GONE)
         except OSError as error:
@@ -122,25 +119,20 @@ class DiskInventory:
     def _remove_folder(self, namespace: str) -> None:
         """Remove the namespace's folder unless an engine has stored something there meanwhile."""
         folder = self._root / namespace
+        for draft in filter(_is_stale_draft, _entries(folder)):
+            _is_unlinked(draft.path)
         if any(entry.name != NAMESPACE_FILE for entry in _entries(folder)):
             return
-        path = folder / NAMESPACE_FILE
-        text = path.read_bytes() if path.is_file() else None
-        with suppress(OSError):
-            path.unlink(missing_ok=True)
-            try:
-                folder.rmdir()
-            except OSError:
-                # An engine made a folder in the moment between.
-                if text is not None:
-                    path.write_bytes(text)
+        with suppress(OSError):  # an engine made a folder in the moment between
+            (folder / NAMESPACE_FILE).unlink(missing_ok=True)
+            folder.rmdir()
 
     def _factors(self, namespace: str) -> Mapping[str, Any] | None:
         try:
-            with open(self._root / namespace / NAMESPACE_FILE, "rb") as file:
-                return factors_of(namespace, file.read(MAX_TEXT_BYTES))
+            text = read_regular_file(self._root / namespace / NAMESPACE_FILE, MAX_TEXT_BYTES)
         except OSError:
             return None
+        return factors_of(namespace, text)
 
     def _objects(self, namespace: str) -> "Iterator[os.DirEntry[str]]":
         for folder in self._folders(namespace):
