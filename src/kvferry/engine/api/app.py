@@ -22,10 +22,12 @@ from kvferry.engine.api.completions import handle_chat, handle_completion
 from kvferry.engine.api.context import (
     CONTEXT,
     REQUEST_ID,
+    UPLOAD,
     ApiContext,
     ApiSettings,
     Engine,
     RequestDrain,
+    Upload,
     context_of,
     read_body,
 )
@@ -37,19 +39,8 @@ from kvferry.engine.api.tokenizer import ModelTokenizer, SpecialTokens
 from kvferry.engine.messages import Remaining
 from kvferry.engine.options import EngineOptions
 from kvferry.errors import KVFerryError, RequestRefused
+from kvferry.web.bodies import BodyBudget
 from kvferry.web.transfer_records import TransferRecords
-
-__all__ = [
-    "build_app",
-    "handle_detokenize",
-    "handle_health",
-    "handle_metrics",
-    "handle_models",
-    "handle_tokenize",
-    "handle_transfers",
-    "handle_version",
-]
-
 
 _log = logging.getLogger(__name__)
 
@@ -226,7 +217,7 @@ def build_app(
     settings = settings or ApiSettings()
     tokenizer = ModelTokenizer.load(options.model)
     model_name = options.served_model_name or str(options.model)
-    app = web.Application(middlewares=[_guard], client_max_size=settings.max_body_bytes)
+    app = web.Application(middlewares=[_guard])
     app[CONTEXT] = ApiContext(
         engine=engine,
         model_name=model_name,
@@ -237,6 +228,7 @@ def build_app(
         settings=settings,
         metrics=ApiMetrics(model_name, metric_sources, _transfer_mode(options)),
         drain=RequestDrain(),
+        bodies=BodyBudget(settings.max_unfinished_bytes),
         ignored_transfers=IgnoredTransfers() if options.kv_transfer is None else None,
     )
     app.cleanup_ctx.append(_close_prompt_reader)
@@ -275,9 +267,15 @@ def _transfer_mode(options: EngineOptions) -> str:
 
 @web.middleware
 async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Middleware: set the request id, admit the request, and turn every exception into an error
-    body.
-    """
+    """Middleware: answer a request, and close the connection if its body has not arrived."""
+    response = await _answer(request, handler)
+    if not request.content.is_eof():
+        response.force_close()
+    return response
+
+
+async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Set the request id, admit the request, and turn every exception into an error body."""
     REQUEST_ID.set("")
     try:
         REQUEST_ID.set(_request_id(request))
@@ -291,8 +289,7 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
             # Health checks and scrapes must still work while the server stops, and must not delay
             # the stop.
             return await handler(request)
-        async with context_of(request).drain.admit():
-            return await handler(request)
+        return await _serve_body(request, handler)
     except RequestRefused as refusal:
         return error_response(refusal)
     except web.HTTPException as refusal:
@@ -311,6 +308,17 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         return error_response(
             RequestRefused("the server failed to serve this request; its log says why", status=500)
         )
+
+
+async def _serve_body(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Admit a request that may have a body, and count the body's memory until the request ends."""
+    context = context_of(request)
+    upload = request[UPLOAD] = Upload(context.bodies)
+    try:
+        async with context.drain.admit():
+            return await handler(request)
+    finally:
+        upload.end()
 
 
 def _has_key(http: web.Request) -> bool:

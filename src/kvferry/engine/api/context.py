@@ -7,13 +7,13 @@ exists per process; the application owns the context, and only the event loop of
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from aiohttp import web
+from aiohttp import StreamReader, web
 
 from kvferry.engine.api.admission import IgnoredTransfers
 from kvferry.engine.api.metrics import ApiMetrics
@@ -24,18 +24,8 @@ from kvferry.engine.client import OutputStream
 from kvferry.engine.messages import AddRequest, CoreReady, CoreStatus, Remaining
 from kvferry.errors import RequestRefused
 from kvferry.web.api_keys import ApiKeys
+from kvferry.web.bodies import BodyBudget
 from kvferry.web.transfer_records import TransferRecord
-
-__all__ = [
-    "CONTEXT",
-    "REQUEST_ID",
-    "ApiContext",
-    "ApiSettings",
-    "Engine",
-    "RequestDrain",
-    "context_of",
-    "read_body",
-]
 
 
 class Engine(Protocol):
@@ -81,6 +71,61 @@ class Engine(Protocol):
         """Wait until no request and no lease needs the core."""
 
 
+# -- uploads --
+
+
+class Upload:
+    """The body of one request. `BodyBudget` counts its bytes until the request ends."""
+
+    def __init__(self, bodies: BodyBudget) -> None:
+        self.num_counted = 0
+        self._bodies = bodies
+        self._scope: asyncio.Timeout | None = None
+        self._refusal: RequestRefused | None = None
+
+    @property
+    def is_arriving(self) -> bool:
+        return self._scope is not None
+
+    def refuse(self, refusal: RequestRefused) -> None:
+        """End `read`, which raises the refusal."""
+        self._refusal = refusal
+        self.end()
+        if self._scope is not None:
+            self._scope.reschedule(asyncio.get_running_loop().time())
+
+    def end(self) -> None:
+        """Count the body no more, because its request has ended."""
+        self._bodies.count(self, 0)
+
+    async def read(self, content: StreamReader, settings: "ApiSettings") -> bytes:
+        """Return the whole body; raise RequestRefused if it is too large, does not arrive in time,
+        or is refused.
+        """
+        clock = asyncio.get_running_loop().time
+        until = clock() + settings.body_timeout_s
+        body = bytearray()
+        try:
+            async with asyncio.timeout_at(until) as self._scope:
+                while self._refusal is None:
+                    self._scope.reschedule(min(until, clock() + settings.body_idle_timeout_s))
+                    piece = await content.readany()
+                    if not piece and self._refusal is None:
+                        return bytes(body)
+                    body += piece
+                    if len(body) > settings.max_body_bytes:
+                        raise settings.too_large
+                    self._bodies.count(self, len(body))
+        except TimeoutError:
+            self._refusal = self._refusal or RequestRefused(
+                "the request body did not arrive in time", status=408
+            )
+        finally:
+            self._scope = None
+            body.clear()  # the traceback of a refusal would keep the bytes
+        raise self._refusal
+
+
 # -- drain --
 # The requests that the server is answering. A stopping server waits for these requests to finish
 # and cancels the remaining requests at the end. Runs on the event loop of the API.
@@ -98,7 +143,8 @@ class RequestDrain:
 
     def __init__(self) -> None:
         self._live: set[asyncio.Timeout] = set()
-        self._uploads: set[asyncio.Timeout] = set()
+        self.uploads: set[Upload] = set()
+        """The bodies that are arriving; `close` refuses them, because they would delay the stop."""
         self._is_closed = False
         self._is_cancelling = False
         self._idle = asyncio.Event()
@@ -155,24 +201,13 @@ class RequestDrain:
             if not self._live:
                 self._idle.set()
 
-    @contextmanager
-    def upload(self, scope: asyncio.Timeout) -> Iterator[None]:
-        """Hold this context while the body of a request arrives; `close` ends the scope, because a
-        slow upload would delay the stop.
-        """
-        self._uploads.add(scope)
-        try:
-            yield
-        finally:
-            self._uploads.discard(scope)
-
     def close(self) -> None:
         """Admit no more requests, and refuse those whose body has not arrived; the other live
         requests go on.
         """
         self._is_closed = True
-        for scope in self._uploads:
-            scope.reschedule(asyncio.get_running_loop().time())
+        for upload in self.uploads:
+            upload.refuse(self.refusal)
 
     def cancel_all(self) -> None:
         """Cancel the requests that are still live."""
@@ -194,12 +229,25 @@ class ApiSettings:
     """Limits of the HTTP front-end, and who may use it."""
 
     max_body_bytes: int = 64 * 1024 * 1024
+    max_unfinished_bytes: int = 256 * 1024 * 1024
+    """Memory for the bodies of all requests together, until the requests end; 64 KiB of each do not
+    count.
+    """
     body_timeout_s: float = 60.0
     """The time a client has to send its body."""
+    body_idle_timeout_s: float = 30.0
+    """The longest pause within a body."""
     stall_timeout_s: float = 120.0
     """The time a client may leave the sent data unread before its request is aborted."""
     api_keys: ApiKeys = field(default_factory=ApiKeys)
     """The keys of which a client must send one; without keys every client is served."""
+
+    @property
+    def too_large(self) -> RequestRefused:
+        """The 413 error for a body over the limit."""
+        return RequestRefused(
+            f"the request body is larger than {self.max_body_bytes} bytes", status=413
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +261,7 @@ class ApiContext:
     settings: ApiSettings
     metrics: ApiMetrics
     drain: RequestDrain
+    bodies: BodyBudget
     ignored_transfers: IgnoredTransfers | None
     """The rate limit for warnings, set only for an engine without a connector."""
 
@@ -234,6 +283,7 @@ class ApiContext:
 
 
 CONTEXT: web.AppKey[ApiContext] = web.AppKey("context", ApiContext)
+UPLOAD: web.RequestKey[Upload] = web.RequestKey("upload", Upload)
 REQUEST_ID: ContextVar[str] = ContextVar("kvferry_request_id")
 """The id of the HTTP request that the current task serves, as in the X-Request-Id header."""
 
@@ -245,27 +295,16 @@ def context_of(http: web.Request) -> ApiContext:
 async def read_body(http: web.Request) -> bytes:
     """Return the raw body, whatever the content type is.
 
-    Raise RequestRefused when the body is too large, is malformed, does not arrive in time, or has
-    not arrived when the server stops.
+    Raise RequestRefused when the body is too large, is malformed, does not arrive in time, takes
+    too much memory together with other bodies, or has not arrived when the server stops.
     """
-    settings, drain = context_of(http).settings, context_of(http).drain
-    too_large = RequestRefused(
-        f"the request body is larger than {settings.max_body_bytes} bytes", status=413
-    )
+    context, upload = context_of(http), http[UPLOAD]
+    settings = context.settings
     if (http.content_length or 0) > settings.max_body_bytes:
-        raise too_large
+        raise settings.too_large
+    context.drain.uploads.add(upload)
     try:
-        async with asyncio.timeout(settings.body_timeout_s) as scope:
-            with drain.upload(scope):
-                return await http.read()
-    except TimeoutError:
-        if drain.is_closed:
-            raise drain.refusal from None
-        raise RequestRefused(
-            f"the request body did not arrive within {settings.body_timeout_s:g} s", status=408
-        ) from None
-    except web.HTTPRequestEntityTooLarge:
-        raise too_large from None
+        return await upload.read(http.content, settings)
     except web.RequestPayloadError as error:
         # The text of this exception quotes the malformed bytes, so the answer does not include that
         # text.
@@ -273,3 +312,5 @@ async def read_body(http: web.Request) -> bytes:
             "the request body cannot be read: it is truncated, or its chunks or its compression "
             "are malformed"
         ) from error
+    finally:
+        context.drain.uploads.discard(upload)

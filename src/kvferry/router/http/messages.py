@@ -18,7 +18,6 @@ from http import HTTPStatus
 from types import MappingProxyType
 
 __all__ = [
-    "FREE_BODY_BYTES",
     "AnswerTooLong",
     "ConnectFailed",
     "Fields",
@@ -78,10 +77,6 @@ class InvalidResponse(UpstreamError):
 # -- limits --
 
 
-FREE_BODY_BYTES = 64 * 1024
-"""Bytes of a body that do not count towards `ServerLimits.unfinished_bytes`."""
-
-
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
     """Limits on the memory and time that a client can use."""
@@ -92,8 +87,7 @@ class ServerLimits:
     body_bytes: int = 64 * 1024 * 1024
     unfinished_bytes: int = 512 * 1024 * 1024
     """Bytes of the bodies of all requests together, from their arrival to the end of the request.
-    The first `FREE_BODY_BYTES` of a body do not count, so that small requests are served while
-    large ones fill the memory.
+    The first 64 KiB of a body do not count (`kvferry.web.bodies`).
     """
     num_connections: int = 10_000
     head_timeout_s: float = 10.0

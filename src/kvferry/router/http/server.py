@@ -16,9 +16,10 @@ from collections.abc import Awaitable, Callable, Iterable
 from kvferry.errors import RequestRefused
 from kvferry.router.http.deadlines import NEVER, DeadlineTimer
 from kvferry.router.http.framing import RequestReader
-from kvferry.router.http.messages import FREE_BODY_BYTES, ServerLimits, ServerRequest
+from kvferry.router.http.messages import ServerLimits, ServerRequest
 from kvferry.router.http.parsing import RequestHead
 from kvferry.router.http.writer import ConnectionWriter, ResponseWriter
+from kvferry.web.bodies import BodyBudget
 from kvferry.web.errors import error_body
 
 __all__ = ["Admit", "Handler", "HttpServer", "ResponseParts", "ResponseWriter", "ServerConnection"]
@@ -57,7 +58,7 @@ class ServerConnection(asyncio.Protocol):
         "_state",
         "_task",
         "deadline",
-        "num_unfinished",
+        "num_counted",
         "out",
     )
 
@@ -71,8 +72,7 @@ class ServerConnection(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
         self._body_until = NEVER
         self.deadline = NEVER
-        self.num_unfinished = 0
-        """Bytes that count towards `ServerLimits.unfinished_bytes`."""
+        self.num_counted = 0
         self.out = ConnectionWriter(server)
 
     # -- asyncio --
@@ -87,7 +87,7 @@ class ServerConnection(asyncio.Protocol):
             self._state = _LEAVING
             self.out.abort()
         elif num_over > 0:
-            self._refuse(
+            self.refuse(
                 RequestRefused(
                     "the server has reached its connection limit", status=503, retry_after_s=1
                 )
@@ -107,7 +107,7 @@ class ServerConnection(asyncio.Protocol):
         self.deadline = NEVER
         # A running task holds the body: `_serve` removes the connection when the task has ended.
         if self._task is None:
-            self._count_unfinished(0)
+            self._server.bodies.count(self, 0)
             self._server.remove(self)
         elif self._state == _BUSY and not (self._reply is not None and self._reply.is_finished):
             self._task.cancel()
@@ -129,9 +129,9 @@ class ServerConnection(asyncio.Protocol):
         if self._state == _IDLE:
             self.close()
         elif self._state == _HEAD:
-            self._refuse(RequestRefused("the request head did not arrive in time", status=408))
+            self.refuse(RequestRefused("the request head did not arrive in time", status=408))
         elif self._state == _BODY:
-            self._refuse(RequestRefused("the request body did not arrive in time", status=408))
+            self.refuse(RequestRefused("the request body did not arrive in time", status=408))
         elif self.out.has_progressed():
             self.deadline = now + self._close_timeout()
         else:
@@ -152,11 +152,11 @@ class ServerConnection(asyncio.Protocol):
                 self._accept(head)
             body = self._reader.take_body() if self._state == _BODY else None
         except RequestRefused as refusal:
-            self._refuse(refusal)
+            self.refuse(refusal)
             return
         except Exception:  # raised by `admit`; this is the top of a request
             logger.exception("the admission check of a request failed")
-            self._refuse(RequestRefused(_SERVER_ERROR, status=500))
+            self.refuse(RequestRefused(_SERVER_ERROR, status=500))
             return
         if self._state != _BODY:
             return
@@ -173,13 +173,7 @@ class ServerConnection(asyncio.Protocol):
     def _await_body(self) -> None:
         now, limits = self._server.loop.time(), self._server.limits
         self.deadline = min(now + limits.body_idle_timeout_s, self._body_until)
-        self._count_unfinished(self._reader.num_waiting)
-
-    def _count_unfinished(self, num_bytes: int) -> None:
-        """Count the bytes of the body that is held; may refuse a request, perhaps this one."""
-        before, self.num_unfinished = self.num_unfinished, max(0, num_bytes - FREE_BODY_BYTES)
-        if self.num_unfinished != before:
-            self._server.count_unfinished(self.num_unfinished - before)
+        self._server.bodies.count(self, self._reader.num_waiting)
 
     @property
     def is_arriving(self) -> bool:
@@ -208,7 +202,7 @@ class ServerConnection(asyncio.Protocol):
     def _begin(self, body: bytes) -> None:
         assert self._request is not None
         assert self._reply is not None
-        self._count_unfinished(len(body))
+        self._server.bodies.count(self, len(body))
         if self._state != _BODY:
             return  # refused: the bodies of all requests take too much memory
         self._request.body = body
@@ -230,7 +224,7 @@ class ServerConnection(asyncio.Protocol):
         except Exception:
             logger.exception("the handler of a request failed: %s %s", request.method, request.path)
         self._task = None
-        self._count_unfinished(0)
+        self._server.bodies.count(self, 0)
         if self.out.transport is None:
             self._server.remove(self)
             return
@@ -261,16 +255,6 @@ class ServerConnection(asyncio.Protocol):
 
     # -- closing --
 
-    def refuse_unfinished(self) -> None:
-        """Refuse the request that is arriving, because there is no memory for all bodies."""
-        self._refuse(
-            RequestRefused(
-                "the server has too many large requests at once; try again later",
-                status=503,
-                retry_after_s=1,
-            )
-        )
-
     def drain(self) -> None:
         """Close the connection unless a request is being served. A request that has not arrived
         completely is refused: a slow upload would delay the end of the server.
@@ -278,7 +262,7 @@ class ServerConnection(asyncio.Protocol):
         if self._state == _IDLE:
             self.close()
         elif self._state in (_HEAD, _BODY):
-            self._refuse(
+            self.refuse(
                 RequestRefused(
                     "the server is stopping: send the request to another one",
                     status=503,
@@ -311,10 +295,10 @@ class ServerConnection(asyncio.Protocol):
     def task(self) -> "asyncio.Task[None] | None":
         return self._task
 
-    def _refuse(self, refusal: RequestRefused) -> None:
+    def refuse(self, refusal: RequestRefused) -> None:
         """Answer an invalid request and close: the start of the next request is unknown."""
         self._server.on_malformed(refusal)
-        self._count_unfinished(0)
+        self._server.bodies.count(self, 0)
         self._reader = RequestReader(self._server.limits)  # frees the bytes that have arrived
         self.out.keeps_alive = False
         reply = (
@@ -379,7 +363,7 @@ class HttpServer:
         self._connections: set[ServerConnection] = set()
         self._servers: list[asyncio.Server] = []
         self._is_empty: asyncio.Future[None] | None = None
-        self._num_unfinished = 0  # of all connections
+        self.bodies = BodyBudget(limits.unfinished_bytes)
 
     @property
     def num_connections(self) -> int:
@@ -432,16 +416,6 @@ class HttpServer:
         self._connections.add(connection)
         self._deadline_timer.add(connection)
         return len(self._connections) - self.limits.num_connections
-
-    def count_unfinished(self, num_bytes: int) -> None:
-        """Add to the bytes of unfinished requests; beyond the limit, refuse the largest request
-        that is arriving. A client with a few huge uploads then cannot keep out the uploads of
-        others. Only a request that is arriving adds bytes, so there is one to refuse.
-        """
-        self._num_unfinished += num_bytes
-        if num_bytes > 0 and self._num_unfinished > self.limits.unfinished_bytes:
-            arriving = (each for each in self._connections if each.is_arriving)
-            max(arriving, key=lambda each: each.num_unfinished).refuse_unfinished()
 
     def remove(self, connection: ServerConnection) -> None:
         self._connections.discard(connection)
