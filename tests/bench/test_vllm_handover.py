@@ -68,6 +68,7 @@ def test_on_a_gpu_every_length_has_a_row_for_each_connector_and_failures_are_nam
         name: Measured({1000: GpuSamples(), 32_000: samples}, AtOnce([0.1, 0.3], 2.5))
         for name in CONTENDERS
     }
+    measured["stock tuned"].first_contact += [(2.0, 1.5), (0.04, 0.03)]
     measured["stock"] = Measured({1000: GpuSamples(), 32_000: GpuSamples()}, failure="no answer")
     result = make_gpu_rows(measured, num_at_once=8, at_once_tokens=4000)
     assert json.loads(json.dumps(result)) == result
@@ -77,6 +78,8 @@ def test_on_a_gpu_every_length_has_a_row_for_each_connector_and_failures_are_nam
     assert (row["floor_ms_p50"], row["over_floor_ms"]) == (100.0, 20.0)
     assert (row["transfer_ms_p50"], row["descriptors_p50"]) == (4.0, 1.0)
     assert [row["total_s"] for row in result["at_once"]] == [2.5] * 3
+    first = [row["handover_ms"] for row in result["first_contact"]]
+    assert first == [1500.0, 30.0]
     shown = table(result)
     assert all(name in shown for name in CONTENDERS)
     assert "stock failed: no answer" in shown

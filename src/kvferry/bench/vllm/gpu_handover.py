@@ -58,6 +58,8 @@ CONTENDERS = {
 SAMPLES_PER_ROUND = 2
 SETTLE_S = 1.0
 WARM_UPS, WARM_UP_TOKENS = 2, 128
+FIRST_REQUESTS = 3
+"""How many requests of a pair that has just started are reported one by one."""
 NUM_AT_ONCE, AT_ONCE_REQUESTS, AT_ONCE_TOKENS = 8, 32, 4000
 SEED = 1
 KV_BYTES = 8 << 30
@@ -82,6 +84,13 @@ def measure_on_gpu(
     prompts = PromptMaker(SEED)
     longest = max(*lengths, AT_ONCE_TOKENS)
     with gpu_model_directory(model) as folder, _start_all(python, folder, longest) as pairs:
+        for name, pair in pairs.items():
+            print_progress(f"the first requests of {name}")
+            with _resumed(pair, measured[name]):
+                measured[name].first_contact = [
+                    _first_contact(pair, prompts.make(AT_ONCE_TOKENS))
+                    for _ in range(FIRST_REQUESTS)
+                ]
         for number, count in enumerate(_rounds(num_samples), start=1):
             for name, pair in _without_failure(pairs, measured):
                 print_progress(f"round {number}: {count} of each length with {name}")
@@ -112,6 +121,7 @@ def _start_all(python: Path, model: Path, longest: int) -> Iterator[dict[str, Se
     flags = (*FLAGS, "--max-model-len", str(longest + MARGIN_TOKENS))
     ports = iter(free_ports(4 * len(CONTENDERS)))
     with ExitStack() as stack:
+        caches = Path(stack.enter_context(TemporaryDirectory(prefix="kvferry-bench-triton-")))
         pairs = {}
         for name, contender in CONTENDERS.items():
             servers = [
@@ -122,7 +132,13 @@ def _start_all(python: Path, model: Path, longest: int) -> Iterator[dict[str, Se
                     side_channel_port=next(ports),
                     transfer=contender.transfer,
                     flags=flags,
-                    environment={**VARIABLES, **contender.environment},
+                    environment={
+                        **VARIABLES,
+                        **contender.environment,
+                        # vLLM compiles kernels for its first request. With a shared cache, the
+                        # first contender would do so for all others.
+                        "TRITON_CACHE_DIR": str(caches / f"{name} {role}"),
+                    },
                 )
                 for role in ROLES
             ]
@@ -227,6 +243,14 @@ def _measure_at_once(pair: ServerPair, prompts: PromptMaker) -> AtOnce:
     with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
         handover_s = list(pool.map(lambda prompt: _hand_over(pair, prompt), chosen))
     return AtOnce(handover_s, time.perf_counter() - since)
+
+
+def _first_contact(pair: ServerPair, prompt: Sequence[int]) -> tuple[float, float]:
+    """Return the seconds of P's answer, and from there to D's first token."""
+    since = time.perf_counter()
+    params = prefill(pair.prefill, prompt)
+    answered = time.perf_counter()
+    return answered - since, time_to_first_token_s(pair.decode, prompt, params)
 
 
 def _hand_over(pair: ServerPair, prompt: Sequence[int]) -> float:

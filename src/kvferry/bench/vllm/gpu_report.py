@@ -38,6 +38,8 @@ class Measured:
     samples: dict[int, GpuSamples]
     at_once: AtOnce | None = None
     failure: str | None = None
+    first_contact: list[tuple[float, float]] = field(default_factory=list)
+    """The first requests after the start of P and D: seconds of P's answer and of the handover."""
 
 
 def make_rows(
@@ -75,8 +77,20 @@ def make_rows(
         for name, of in measured.items()
         if of.at_once is not None
     ]
+    first_contact = [
+        {
+            "connector": name,
+            "prompt_tokens": at_once_tokens,
+            "request": number,
+            "prefill_ms": rounded(prefill_s * 1000),
+            "handover_ms": rounded(handover_s * 1000),
+        }
+        for name, of in measured.items()
+        for number, (prefill_s, handover_s) in enumerate(of.first_contact, start=1)
+    ]
     return {
         "rows": rows,
+        "first_contact": first_contact,
         "at_once": at_once,
         "failures": {name: of.failure for name, of in measured.items() if of.failure},
     }
@@ -109,6 +123,17 @@ def table(result: Mapping[str, Any]) -> str:
             "total s": "total_s",
             "p50": "handover_ms_p50",
             "worst": "handover_ms_max",
+        },
+    )
+    lines += ["", "the first requests after P and D have started, with empty compiler caches", ""]
+    lines += _columns(
+        result["first_contact"],
+        {
+            "prompt": "prompt_tokens",
+            "connector": "connector",
+            "request": "request",
+            "prefill": "prefill_ms",
+            "handover": "handover_ms",
         },
     )
     lines += [f"{name} failed: {reason}" for name, reason in result["failures"].items()]
