@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from kvferry.bench.multiturn import Arrangement, Lengths, PrefillCounts, TurnSample, make_rows
-from kvferry.errors import ConfigError
 
 CACHED, UNCACHED = Arrangement(2, prefix_caching=True), Arrangement(1, prefix_caching=False)
 BLOCK = 16
@@ -98,11 +97,6 @@ def test_a_row_sums_up_one_turn_beside_the_same_without_reuse() -> None:
         160,
         8,
     )
-
-
-def test_conversations_without_length_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--user-tokens must be at least 1"):
-        Lengths(6, 1024, 0, 64)
 
 
 def test_a_conversation_is_as_long_as_all_that_is_said_in_it() -> None:

@@ -282,9 +282,9 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is no file"):
         missing_packages(Router.TOY, Tools(Path(sys.executable), tmp_path / "nothing.py"))
     for flags, why in (
-        (["--concurrency", "0"], "--concurrency must be at least 1"),
-        (["--seconds", "nan"], "--seconds must be more than 0"),
-        (["--writes", "17"], "--writes must be from 1 to 16"),
+        (["--concurrency", "0"], "--concurrency must be a number like"),
+        (["--seconds", "nan"], "--seconds must be a number of seconds above 0"),
+        (["--writes", "17"], "--writes must be a whole number from 1 to 16"),
     ):
         ran = bench("--routers", "direct", *flags)
         assert ran.returncode == 2

@@ -61,28 +61,28 @@ def test_every_command_has_help_with_examples(
         ),
         (
             ["serve", "m", "--port", "x"],
-            "kvferry: --port: must be a port number from 0 to 65535, got 'x'; see `kvferry serve "
+            'kvferry: --port must be a port number from 0 to 65535, got "x"; see `kvferry serve '
             "--help`",
         ),
         (
             ["serve", "m", "--port", "99999"],
-            "kvferry: --port: must be a port number from 0 to 65535, got '99999'",
+            "kvferry: --port must be a port number from 0 to 65535, got 99999",
         ),
         (
             ["serve", "m", "--port", "-1"],
-            "kvferry: --port: must be a port number from 0 to 65535, got '-1'",
+            "kvferry: --port must be a port number from 0 to 65535, got -1",
         ),
-        (["proxy", "--port", "99999"], "kvferry: --port: must be a port number from 0 to 65535"),
-        (["up", "--port", "99999"], "kvferry: --port: must be a port number from 0 to 65535"),
+        (["proxy", "--port", "99999"], "kvferry: --port must be a port number from 0 to 65535"),
+        (["up", "--port", "99999"], "kvferry: --port must be a port number from 0 to 65535"),
         (
             ["serve", "m", "--device", "tpu"],
-            "kvferry: --device: must be cpu, cuda or cuda:N, got 'tpu'; see `kvferry serve --help`",
+            "kvferry: --device must be cpu, cuda or cuda:N, got 'tpu'; see `kvferry serve --help`",
         ),
         (
             ["serve", "m", "--device=cuda:-1"],
-            "kvferry: --device: must be cpu, cuda or cuda:N, got 'cuda:-1'",
+            "kvferry: --device must be cpu, cuda or cuda:N, got 'cuda:-1'",
         ),
-        (["up", "--device", "gpu"], "kvferry: --device: must be cpu, cuda or cuda:N, got 'gpu'"),
+        (["up", "--device", "gpu"], "kvferry: --device must be cpu, cuda or cuda:N, got 'gpu'"),
         (
             ["serve", "m", "--data_parallel_size", "2"],
             "kvferry: --data-parallel-size is not supported yet; start several engines",
@@ -101,7 +101,19 @@ def test_every_command_has_help_with_examples(
             ["doctor", "--backends", "../x"],
             "kvferry: --backends: '../x' is not the name of a NIXL plugin",
         ),
-        (["make-model", "m", "--heads", "0"], "kvferry: --heads must be from 1 to 128, got 0"),
+        (
+            ["make-model", "m", "--heads", "0"],
+            "kvferry: --heads must be a whole number of at least 1, got 0",
+        ),
+        (
+            ["register", "--router", "r:1", "--role", "decode", "--url", "d:1", "--ttl", "nan"],
+            'kvferry: --ttl must be a number of seconds from 1 to 3600, got "nan"; see `kvferry '
+            "register --help`",
+        ),
+        (
+            ["drain", "--url", "http://d:1", "--idle", "inf"],
+            'kvferry: --idle must be a number of seconds from 0 to 86400, got "inf"; see `kvferry',
+        ),
         (["SERVE"], "kvferry: SERVE is not a command of kvferry; did you mean serve?"),
         (
             ["serve"],
@@ -119,7 +131,7 @@ def test_every_command_has_help_with_examples(
         ),
         (
             ["serve", "m", "--kv-cache-memory-bytes", "lots"],
-            "kvferry: --kv-cache-memory-bytes: 'lots' is not a size; write it like 4096, 8k or 1G",
+            "kvferry: --kv-cache-memory-bytes must be a number like 4096, 8k or 1G, of at ",
         ),
         (["serve", "m", "--dtype", "int3"], "kvferry: --dtype: invalid choice: 'int3'"),
         (
@@ -145,11 +157,11 @@ def test_every_command_has_help_with_examples(
         ),
         (
             ["bench", "vllm-steps", "--requests", "0"],
-            "kvferry: --requests: must be a whole number from 1 to 99999, got '0'",
+            "kvferry: --requests must be a whole number from 1 to 99999, got 0",
         ),
         (
             ["bench", "vllm-handover", "--prompt-tokens", "128,x"],
-            "kvferry: --prompt-tokens: must be numbers from 2 to 100000 with commas",
+            "kvferry: --prompt-tokens must be a whole number from 2 to 100000, got",
         ),
         (
             ["bench", "vllm-handover", "--prompt_tokens=9999"],

@@ -216,27 +216,30 @@ def test_the_block_size_grows_until_a_segment_is_worth_its_cost(
         (["{folder}", "--tokens", "0"], "--tokens: '0' is not a prompt length"),
         (
             ["{folder}", "--tp", "0"],
-            "--tp/--tensor-parallel-size: must be a whole number of at least 1, got '0'",
+            "--tp/--tensor-parallel-size must be a whole number from 1 to 1024, got 0",
         ),
         (
             ["{folder}", "--tp", "9999999"],
-            "--tp/--tensor-parallel-size: must be at most 1,024, got '9999999'",
+            "--tp/--tensor-parallel-size must be a whole number from 1 to 1024, got 9999999",
         ),
-        (["{folder}", "--peer-tp", "1025"], "--peer-tp: must be at most 1,024"),
+        (["{folder}", "--peer-tp", "1025"], "--peer-tp must be a whole number from 1 to 1024"),
         (
             ["--layers", "9999999", "--kv-heads", "8", "--head-dim", "128"],
-            "--layers: must be at most 10,000, got '9999999'",
+            "--layers must be a whole number from 1 to 10000, got 9999999",
         ),
         (
             ["--layers", "80", "--kv-heads", "4097", "--head-dim", "128"],
-            "--kv-heads: must be at most 4,096",
+            "--kv-heads must be a whole number from 1 to 4096",
         ),
         (
             ["{folder}", "--tokens", "1001M"],
             "--tokens: a prompt of '1001M' is too long to plan; the limit is 1,000M",
         ),
         (["{folder}", "--tokens", "9" * 17], "is too long to plan; the limit is 1,000M"),
-        (["{folder}", "--block-size", "8193"], "--block-size: must be at most 8,192"),
+        (
+            ["{folder}", "--block-size", "8193"],
+            "--block-size must be a whole number from 1 to 8192",
+        ),
         (
             ["{folder}", "--block-size", "8", "--peer-block-size", "8192"],
             "are too far apart to plan; the larger may be at most 256 times the smaller",

@@ -5,6 +5,7 @@ leave by themselves.
 import asyncio
 import json
 import time
+from math import inf, nan
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tests.router.stubs import AS_ADMIN, Stage, StubEngine, completes, prefills,
 from tests.router.test_proxy import ONE, message
 
 from kvferry.cli.register import Registration
+from kvferry.errors import InvalidTicket
 from kvferry.router.fleet.instances import Instance, Role
 from kvferry.router.fleet.registration import (
     MAX_CLOCK_SKEW_S,
@@ -190,7 +192,7 @@ def test_kvferry_register_keeps_an_instance_in_the_fleet_until_it_is_stopped() -
             stub_engine(StubEngine(completes)) as new,
         ):
             one = Instance(Role.DECODE, Address("127.0.0.1", new.port))
-            registration = Registration(one, [s.url], REGISTRAR, ttl_s=0.3)
+            registration = Registration(one, [s.url], REGISTRAR, ttl_s=1.0)
             running = asyncio.create_task(asyncio.to_thread(registration.run))
             try:
                 async with asyncio.timeout(60):
@@ -240,7 +242,7 @@ def test_registration_survives_broken_answers_and_leaves_routers_that_may_have_a
         async with asyncio.timeout(60), server, stub_engine(StubEngine(completes)) as new:
             one = Instance(Role.DECODE, Address("127.0.0.1", new.port))
             url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-            registration = Registration(one, [url], REGISTRAR, ttl_s=0.03)
+            registration = Registration(one, [url], REGISTRAR, ttl_s=1.0)
             running = asyncio.create_task(asyncio.to_thread(registration.run))
             sent = asyncio.create_task(has_sent_all.wait())
             await asyncio.wait({sent, running}, return_when=asyncio.FIRST_COMPLETED)
@@ -303,7 +305,7 @@ def test_an_instance_that_does_not_renew_is_forgotten() -> None:
             stage(prefills, [], registrar=REGISTRAR) as s,
             stub_engine(StubEngine(completes)) as new,
         ):
-            sent = statement(new, router_id=await router_id(s), ttl_s=0.2)
+            sent = statement(new, router_id=await router_id(s), ttl_s=1.0)
             assert (await ask(s, "POST", "/admin/register", sent))[0] == 200
             while (await ask(s, "GET", "/admin/instances"))[1]["instances"][1:]:
                 await asyncio.sleep(0.01)
@@ -313,7 +315,11 @@ def test_an_instance_that_does_not_renew_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize(
-    ("age_s", "ttl_s"), [(3600.0, 30.0), (-3600.0, 30.0), (0.0, -1.0), (0.0, 1e9)]
+    ("age_s", "ttl_s"),
+    [
+        *((age_s, 30.0) for age_s in (3600, -3600, nan, inf, -inf, 1e300, -1e300)),
+        *((0.0, ttl_s) for ttl_s in (nan, inf, -inf, -1.0, 0.0, -0.0, 0.01, 3601.0, 1e300)),
+    ],
 )
 def test_a_statement_that_is_old_or_odd_is_refused(age_s: float, ttl_s: float) -> None:
     async def scene() -> None:
@@ -322,6 +328,14 @@ def test_a_statement_that_is_old_or_odd_is_refused(age_s: float, ttl_s: float) -
             assert (await ask(s, "POST", "/admin/register", odd))[0] == 403
 
     uvloop.run(scene())
+
+
+@pytest.mark.parametrize("made_at", [nan, 1000.0])
+def test_a_statement_whose_time_is_not_later_than_the_last_one_is_refused(made_at: float) -> None:
+    accepted, one = AcceptedStatements("router"), Instance(Role.DECODE, Address("10.0.0.1", 1))
+    accepted.accept(Statement(Role.DECODE, one.url, 30.0, 1000.0), one, now=1000.0)
+    with pytest.raises(InvalidTicket):
+        accepted.accept(Statement(Role.DECODE, one.url, 30.0, made_at), one, now=1000.0)
 
 
 def test_a_statement_sealed_with_another_secret_is_refused() -> None:

@@ -17,14 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.bench.figures import quantile, rounded
-from kvferry.cli.arguments import Parser
+from kvferry.bench.vllm.servers import COUNT
+from kvferry.cli.arguments import Parser, whole
 from kvferry.cli.runtime import stop_signals
 from kvferry.config import KVTransferConfig, SideChannelConfig
 from kvferry.engine.client import EngineClient
 from kvferry.engine.make_model.writer import make_model
 from kvferry.engine.messages import AddRequest, SamplingParams
 from kvferry.engine.options import EngineOptions
-from kvferry.errors import ConfigError, KVFerryError
+from kvferry.errors import KVFerryError
 from kvferry.testing.local import LocalTransportKit
 
 DESCRIPTION = (
@@ -60,7 +61,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--output-tokens",
-        type=int,
+        type=whole(2, 99_999),
         default=32,
         metavar="N",
         help="measured tokens of each request (default: %(default)s)",
@@ -77,15 +78,10 @@ def add_arguments(parser: Parser) -> None:
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    counts = tuple(int(word) for word in text.split(","))
-    if min(counts) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} has a number below 1")
-    return counts
+    return tuple(map(COUNT, text.split(",")))
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.output_tokens < 2:
-        raise ConfigError("--output-tokens must be at least 2: the first token starts the clock")
     with stop_signals(), tempfile.TemporaryDirectory(prefix="kvferry-decode-") as directory:
         model = arguments.model or _make_model(Path(directory) / "model", _longest(arguments))
         rows = asyncio.run(_measure_all(model, arguments))

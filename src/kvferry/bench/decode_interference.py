@@ -24,9 +24,10 @@ from kvferry.bench.transfer.command import parse_device
 from kvferry.bench.transfer.memory import HostAllocator, MemoryAllocator
 from kvferry.bench.transfer.moves import Blocks, Move, Pattern, plan_move
 from kvferry.bench.transfer.processes import BenchConsumer, ProducerInfo, Shape, start_producer
-from kvferry.bench.vllm.servers import parse_count, print_progress
-from kvferry.cli.arguments import Parser
+from kvferry.bench.vllm.servers import COUNT, print_progress
+from kvferry.cli.arguments import Number, Parser
 from kvferry.cli.runtime import StopRequest, stop_requests
+from kvferry.config.fields import Seconds
 from kvferry.engine.make_model.writer import make_model
 from kvferry.engine.messages import SamplingParams, SequenceSlice
 from kvferry.engine.options import EngineOptions
@@ -320,21 +321,21 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--sequences",
-        type=parse_count,
+        type=COUNT,
         default=SEQUENCES,
         metavar="N",
         help="sequences that decode in one batch (default: %(default)s)",
     )
     parser.add_argument(
         "--context",
-        type=parse_count,
+        type=COUNT,
         default=CONTEXT_TOKENS,
         metavar="N",
         help="tokens of each sequence before the first measured step (default: %(default)s)",
     )
     parser.add_argument(
         "--seconds",
-        type=float,
+        type=Number(Seconds),
         default=SECONDS,
         metavar="S",
         help="seconds of steps at each pace (default: %(default)s)",

@@ -24,13 +24,13 @@ from typing import Any
 from kvferry.bench.figures import quantile, ratio, rounded
 from kvferry.bench.vllm.client import PromptMaker, VllmConnection
 from kvferry.bench.vllm.servers import (
+    COUNT,
     MODEL_NAME,
     OURS,
     TRANSFER_CONFIGS,
     VllmServer,
     add_vllm_arguments,
     model_directory,
-    parse_count,
     print_progress,
     vllm_python,
 )
@@ -80,7 +80,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--samples",
-        type=parse_count,
+        type=COUNT,
         default=20,
         metavar="N",
         help="answers per length and setting (default: %(default)s)",

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.bench.figures import quantile, ratio, rounded
+from kvferry.bench.vllm.servers import COUNT
 from kvferry.cli.arguments import Parser
 from kvferry.cli.runtime import stop_signals
 from kvferry.config import KVTransferConfig, SideChannelConfig
@@ -249,14 +250,14 @@ class HandoverSamples:
 def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--samples",
-        type=int,
+        type=COUNT,
         default=10,
         metavar="N",
         help="samples of each mode (default: %(default)s)",
     )
     parser.add_argument(
         "--prompt-tokens",
-        type=int,
+        type=COUNT,
         default=4096,
         metavar="N",
         help="length of the prompts (default: %(default)s)",

@@ -21,9 +21,10 @@ from typing import Any
 
 from kvferry.bench.figures import quantile
 from kvferry.bench.vllm.servers import print_progress
-from kvferry.cli.arguments import Parser, parse_size
+from kvferry.cli.arguments import Number, Parser, amount
 from kvferry.cli.runtime import stop_signals
 from kvferry.config import KVTransferConfig, SideChannelConfig
+from kvferry.config.fields import Seconds
 from kvferry.connectors.contract import (
     ConnectorConfig,
     KVCacheConfig,
@@ -356,7 +357,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--leases",
         nargs="+",
-        type=parse_size,
+        type=amount(1, 10**6),
         default=list(COUNTS),
         metavar="N",
         help="numbers of leases to measure (default: 10 1000 10000)",
@@ -370,21 +371,21 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--seconds",
-        type=float,
+        type=Number(Seconds),
         default=MEASURE_S,
         metavar="S",
         help="seconds of steps for each number of leases (default: %(default)s)",
     )
     parser.add_argument(
         "--lease-seconds",
-        type=float,
+        type=Number(Seconds),
         default=LEASE_S,
         metavar="S",
         help="seconds that a lease lasts (default: %(default)s)",
     )
     parser.add_argument(
         "--idle-seconds",
-        type=float,
+        type=Number(Seconds),
         default=IDLE_S,
         metavar="S",
         help="seconds of idling for each number of leases (default: %(default)s)",

@@ -27,13 +27,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.bench.figures import quantile, ratio, rounded
 from kvferry.bench.vllm.client import VllmConnection
+from kvferry.bench.vllm.servers import COUNT
 from kvferry.cli.arguments import Parser
 from kvferry.cli.cluster.http_client import is_healthy
 from kvferry.cli.cluster.local_cluster import child_environment
 from kvferry.cli.cluster.processes import ChildProcess, ProcessGroup
 from kvferry.cli.runtime import stop_signals
 from kvferry.engine.make_model.writer import make_model
-from kvferry.errors import ConfigError, KVFerryError, TransportError
+from kvferry.errors import KVFerryError, TransportError
 from kvferry.types import Address
 
 # -- fleets --
@@ -311,11 +312,6 @@ class Lengths:
     """The tokens that every further turn adds to the conversation."""
     answer_tokens: int
 
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if value < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-
     @property
     def total(self) -> int:
         return (
@@ -348,7 +344,7 @@ def add_arguments(parser: Parser) -> None:
     ):
         parser.add_argument(
             f"--{flag}",
-            type=int,
+            type=COUNT,
             default=default,
             metavar="N",
             help=f"{what} (default: %(default)s)",
@@ -375,8 +371,6 @@ def run(arguments: argparse.Namespace) -> int:
     lengths = Lengths(
         arguments.turns, arguments.first_tokens, arguments.user_tokens, arguments.answer_tokens
     )
-    if arguments.conversations < 1:
-        raise ConfigError(f"--conversations must be at least 1, got {arguments.conversations}")
     turns: list[TurnSample] = []
     with stop_signals(), tempfile.TemporaryDirectory(prefix="kvferry-multiturn-") as directory:
         model = Path(directory) / "model"

@@ -31,13 +31,14 @@ from kvferry.bench.process_usage import (
     read_usage,
 )
 from kvferry.bench.vllm.servers import model_directory, print_progress
-from kvferry.cli.arguments import Parser, parse_device, parse_size
+from kvferry.cli.arguments import Number, Parser, amount, parse_device
 from kvferry.cli.runtime import stop_signals
 from kvferry.config import KVTransferConfig, SideChannelConfig
+from kvferry.config.fields import Natural, Seconds, Share
 from kvferry.engine.client import EngineClient
 from kvferry.engine.messages import AddRequest, CoreStatus, RequestOutput, SamplingParams
 from kvferry.engine.options import EngineOptions
-from kvferry.errors import ConfigError, KVFerryError
+from kvferry.errors import KVFerryError
 from kvferry.transports.registry import ConfiguredTransportKit
 
 # -- engine pair --
@@ -339,14 +340,14 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--transfers",
-        type=parse_size,
+        type=amount(1),
         default=100_000,
         metavar="N",
         help="transfers on each transport (default: %(default)s)",
     )
     parser.add_argument(
         "--minutes",
-        type=float,
+        type=Number(Seconds),
         default=math.inf,
         metavar="M",
         help="end each run after this many seconds, with the transfers done by then (default: no "
@@ -370,27 +371,30 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--longest",
-        type=parse_size,
+        type=amount(1, 10**6),
         default=48,
         metavar="TOKENS",
         help="most tokens of a prompt (default: %(default)s)",
     )
     parser.add_argument(
         "--concurrency",
-        type=parse_size,
+        type=amount(1, 10**6),
         default=64,
         metavar="N",
         help="requests in flight (default: %(default)s)",
     )
     parser.add_argument(
         "--abort-share",
-        type=float,
+        type=Number(Share),
         default=0.05,
         metavar="SHARE",
         help="share of requests to abort (default: %(default)s)",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="seed of prompts and aborts (default: %(default)s)"
+        "--seed",
+        type=Number(Natural),
+        default=0,
+        help="seed of prompts and aborts (default: %(default)s)",
     )
     parser.add_argument(
         "--model",
@@ -401,10 +405,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if not 0 <= arguments.abort_share < 1:
-        raise ConfigError(f"--abort-share must be from 0 to below 1, got {arguments.abort_share:g}")
-    if not (arguments.transfers and arguments.concurrency and arguments.longest):
-        raise ConfigError("--transfers, --concurrency and --longest must be at least 1")
     # Engines inherit the log level; at a lower level every aborted request would be a log line.
     logging.getLogger().setLevel(logging.ERROR)
     with stop_signals(), model_directory(arguments.model) as model:

@@ -9,37 +9,26 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 from kvferry.config import kind_of_setting
 from kvferry.config.fields import (
+    LARGEST_INT,
     RENAMED_FLAGS,
+    Port,
     is_list,
+    is_size,
     is_text,
     list_takes_text,
     may_be_null,
     nearest,
+    parsed,
     shown,
+    sized,
+    span,
 )
 from kvferry.engine.options import first_gpu
 from kvferry.errors import ConfigError
-
-__all__ = [
-    "TRANSFER_CONFIG_FLAG",
-    "FlagRow",
-    "Parser",
-    "TransferArguments",
-    "dashed",
-    "parse_count",
-    "parse_device",
-    "parse_model",
-    "parse_path",
-    "parse_port",
-    "parse_size",
-    "show_argument",
-    "split_transfer_arguments",
-]
-
 
 # -- parser --
 
@@ -146,7 +135,8 @@ class Parser(argparse.ArgumentParser):
                     )
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message.removeprefix('argument ')}; see `{self.prog} --help`")
+        message = message.removeprefix("argument ").replace(": must be ", " must be ", 1)
+        raise ConfigError(f"{message}; see `{self.prog} --help`")
 
 
 def show_argument(word: str) -> str:
@@ -167,21 +157,18 @@ def _values(action: argparse.Action) -> str:
         return ""
     if action.choices is not None:
         return ", ".join(map(str, action.choices))
-    name = (
-        "number"
-        if action.type in (int, float)
-        else KINDS.get(getattr(action.type, "__name__", ""), "text")
-    )
+    if isinstance(action.type, Number):
+        kind = action.type.kind
+        name = "size" if is_size(kind) else "port" if kind is Port else "number"
+    else:
+        name = KINDS.get(getattr(action.type, "__name__", ""), "text")
     return f"{name} …" if action.nargs == "+" else name
 
 
 KINDS = {
-    "parse_size": "size",
     "parse_device": "device",
-    "parse_port": "port",
     "Path": "folder",
     "parse_backend": "name",
-    "parse_count": "number",
     "parse_path": "path",
 }
 
@@ -386,49 +373,28 @@ def shown_flag(flag: str) -> str:
 
 
 # -- values --
-# How the text of a flag becomes a number of bytes or tokens (`4096`, `1G`, `8k`, `512Mi`), a port
-# or a device.
+# How the text of a flag becomes a number, a path or a device.
 
 
-SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,6})?)([kKmMgGtT]?)i?")
-# As in `vllm serve`: lower-case letters are powers of 1,000, capital letters powers of 1,024.
-FACTORS = {
-    "": 1,
-    "k": 10**3,
-    "m": 10**6,
-    "g": 10**9,
-    "t": 10**12,
-    "K": 2**10,
-    "M": 2**20,
-    "G": 2**30,
-    "T": 2**40,
-}
+@dataclass(frozen=True, slots=True)
+class Number:
+    """For argparse: parses a number of one of the kinds in `config/fields.py`."""
+
+    kind: Any
+
+    def __call__(self, text: str) -> Any:
+        try:
+            return parsed("", text, self.kind)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error).strip()) from None
 
 
-def parse_size(text: str) -> int:
-    """For argparse: parse a whole number with or without a unit."""
-    match = SIZE.fullmatch(text.strip())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!a} is not a size; write it like 4096, 8k or 1G")
-    number, unit = match.groups()
-    size = float(number) * FACTORS[unit] if "." in number else int(number) * FACTORS[unit]
-    if size != int(size):
-        raise argparse.ArgumentTypeError(
-            f"{text!a} is not a whole number; write it like 4096, 8k or 1G"
-        )
-    return int(size)
+def whole(low: int, high: int) -> Number:
+    return Number(Annotated[int, span("a whole number", low, high)])
 
 
-MAX_COUNT = 256
-
-
-def parse_count(text: str) -> int:
-    """For argparse: parse a number of processes to start; a typo must not start a million."""
-    if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= MAX_COUNT:
-        raise argparse.ArgumentTypeError(
-            f"must be a whole number from 1 to {MAX_COUNT}, got {text[:80]!a}"
-        )
-    return int(text)
+def amount(low: int, high: int = LARGEST_INT) -> Number:
+    return Number(Annotated[int, sized(low, high)])
 
 
 def parse_path(text: str) -> Path:
@@ -445,15 +411,6 @@ def parse_path(text: str) -> Path:
 def parse_model(text: str) -> str:
     """For argparse: parse a folder, with `~` expanded, or a name on the hub."""
     return str(parse_path(text)) if text.startswith("~") else text
-
-
-def parse_port(text: str) -> int:
-    """For argparse: parse a port number; 0 means any free port."""
-    if not re.fullmatch(r"[0-9]{1,5}", text) or int(text) > 65535:
-        raise argparse.ArgumentTypeError(
-            f"must be a port number from 0 to 65535, got {text[:80]!a}"
-        )
-    return int(text)
 
 
 def parse_device(text: str) -> str:

@@ -13,14 +13,13 @@ import urllib.request
 from dataclasses import dataclass
 from http.client import HTTPException
 
-from kvferry.cli.arguments import Parser
+from kvferry.cli.arguments import Number, Parser
 from kvferry.cli.register import check_router_url
 from kvferry.cli.runtime import add_log_arguments, log_settings, stop_signals
-from kvferry.errors import ConfigError, KVFerryError
+from kvferry.config.fields import Timeout
+from kvferry.errors import KVFerryError
 from kvferry.logs import configure_logs
 from kvferry.router.fleet.instance_metrics import MAX_PAGE_BYTES, InstanceReading, read_metrics
-
-__all__ = ["DESCRIPTION", "EXAMPLES", "IdleTime", "add_arguments", "count_work", "run"]
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +40,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--url", required=True, help="address of the engine: http://HOST:PORT")
     parser.add_argument(
         "--idle",
-        type=float,
+        type=Number(Timeout),
         default=10.0,
         metavar="SECONDS",
         help="the engine must have had no work for this long, so that requests that are on their "
@@ -49,7 +48,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--timeout",
-        type=float,
+        type=Number(Timeout),
         default=300.0,
         metavar="SECONDS",
         help="give up after this time and exit with code 1 (default: %(default)s)",
@@ -90,8 +89,6 @@ def count_work(reading: InstanceReading) -> int | None:
 def run(arguments: argparse.Namespace) -> int:
     configure_logs(log_settings(arguments))
     url = check_router_url(arguments.url)
-    if arguments.idle < 0 or arguments.timeout <= 0:
-        raise ConfigError("--idle must not be negative, and --timeout must be more than 0")
     with stop_signals():
         _wait_until_idle(url, IdleTime(arguments.idle), arguments.timeout)
     return 0

@@ -5,9 +5,8 @@ cache.
 import argparse
 from pathlib import Path
 
-from kvferry.cli.arguments import Parser
-
-__all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
+from kvferry.cli.arguments import Number, Parser
+from kvferry.config.fields import Count, Natural
 
 DESCRIPTION = (
     "Write a tiny checkpoint in the layout of Hugging Face: random weights, a tokenizer, a chat "
@@ -35,13 +34,16 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--heads",
-        type=int,
+        type=Number(Count),
         metavar="N",
         help="attention heads; KV heads are half as many, except with mla; the upper limit of "
         "--tensor-parallel-size (default: 4)",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the random weights (default: %(default)s)"
+        "--seed",
+        type=Number(Natural),
+        default=0,
+        help="seed of the random weights (default: %(default)s)",
     )
 
 

@@ -6,16 +6,14 @@ Reads only config.json and loads no weights. `make_plan` computes a `Plan`;
 
 import argparse
 import json
-import math
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from kvferry.cli.arguments import Parser
+from kvferry.cli.arguments import Number, Parser, whole
 from kvferry.cli.checkpoints import find_config
 from kvferry.cli.plan_report import Plan, plan_as_json, plan_as_text
-from kvferry.config.fields import shown
+from kvferry.config.fields import parsed, shown, span
 from kvferry.errors import ConfigError
 from kvferry.protocol.layout import can_divide
 from kvferry.sizing.hf_config import MAX_HEADS, MAX_LAYERS, auto_dtype, shape_of_config
@@ -40,18 +38,6 @@ from kvferry.sizing.transfer import (
     prompt_row,
 )
 
-__all__ = [
-    "DESCRIPTION",
-    "EXAMPLES",
-    "add_arguments",
-    "make_plan",
-    "parse_link",
-    "parse_tier",
-    "parse_tokens",
-    "run",
-]
-
-
 DESCRIPTION = (
     "Compute how large a model's KV cache is, how long a prompt's KV takes over a link, how many "
     "segments that makes, from how many\ntokens on loading KV from a storage tier beats computing "
@@ -74,8 +60,9 @@ MAX_BLOCK_SIZE = 8_192
 MAX_BLOCK_RATIO = 256
 MAX_HEAD_DIM = 65_536
 MAX_TIER_GIB = 1 << 30
-MIN_GBIT = 1e-6
-MIN_RATE, MAX_RATE = 1e-3, 1e12
+Gbit = Annotated[float, span("a number", 1e-6, 1e9)]
+Rate = Annotated[float, span("a number", 1e-3, 1e12)]
+Milliseconds = Annotated[float, span("a number", 0, 1e12)]
 SIZE_FLAGS = ("--layers", "--kv-heads", "--head-dim")
 
 
@@ -103,19 +90,19 @@ def _add_model_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--layers",
-        type=count_to(MAX_LAYERS),
+        type=whole(1, MAX_LAYERS),
         metavar="N",
         help="number of layers, instead of MODEL; with --kv-heads and --head-dim",
     )
     parser.add_argument(
         "--kv-heads",
-        type=count_to(MAX_HEADS),
+        type=whole(1, MAX_HEADS),
         metavar="N",
         help="KV heads per layer, instead of MODEL",
     )
     parser.add_argument(
         "--head-dim",
-        type=count_to(MAX_HEAD_DIM),
+        type=whole(1, MAX_HEAD_DIM),
         metavar="N",
         help="numbers per head, instead of MODEL",
     )
@@ -130,7 +117,7 @@ def _add_model_arguments(parser: Parser) -> None:
 def _add_engine_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--block-size",
-        type=count_to(MAX_BLOCK_SIZE),
+        type=whole(1, MAX_BLOCK_SIZE),
         default=16,
         metavar="N",
         help="tokens per block (default: %(default)s)",
@@ -138,20 +125,20 @@ def _add_engine_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--tp",
         "--tensor-parallel-size",
-        type=count_to(MAX_TP),
+        type=whole(1, MAX_TP),
         default=1,
         metavar="N",
         help="tensor-parallel ranks (default: %(default)s)",
     )
     parser.add_argument(
         "--peer-tp",
-        type=count_to(MAX_TP),
+        type=whole(1, MAX_TP),
         metavar="N",
         help="ranks of the other side, for the segments (default: twice --tp)",
     )
     parser.add_argument(
         "--peer-block-size",
-        type=count_to(MAX_BLOCK_SIZE),
+        type=whole(1, MAX_BLOCK_SIZE),
         metavar="N",
         help="block size of the other side, for the segments (default: twice --block-size)",
     )
@@ -182,13 +169,13 @@ def _add_link_and_tier_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--prefill",
-        type=parse_rate,
+        type=Number(Rate),
         metavar="TOKENS/S",
         help="how fast the engine computes prompts, to compare with loading",
     )
     parser.add_argument(
         "--tier-gib",
-        type=count_to(MAX_TIER_GIB),
+        type=whole(1, MAX_TIER_GIB),
         default=100,
         metavar="N",
         help="size of a tier in GiB, for the tokens that fit (default: %(default)s)",
@@ -253,21 +240,6 @@ def _units(arguments: argparse.Namespace) -> Units:
 # -- values of flags --
 
 
-def count_to(most: int) -> Callable[[str], int]:
-    """For argparse: return a parser for whole numbers from 1 to `most`."""
-
-    def parse_count(text: str) -> int:
-        if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) == 0:
-            raise argparse.ArgumentTypeError(
-                f"must be a whole number of at least 1, got {text[:80]!a}"
-            )
-        if int(text) > most:
-            raise argparse.ArgumentTypeError(f"must be at most {most:,}, got {text[:80]!a}")
-        return int(text)
-
-    return parse_count
-
-
 def parse_tokens(text: str) -> int:
     """For argparse: parse a prompt length; here K means 1,000, as is usual for prompts."""
     match = TOKENS.fullmatch(text.strip())
@@ -288,14 +260,11 @@ def parse_link(text: str) -> NetworkLink:
     """For argparse: parse a link given as NAME=GBIT."""
     name, _, speed = text.rpartition("=")
     try:
-        gbit = float(speed)
-    except ValueError:
-        gbit = math.nan
-    if not name.strip() or not name.isprintable() or not MIN_GBIT <= gbit < 1e9:
+        return NetworkLink(_label(name), parsed("", speed, Gbit))
+    except ConfigError:
         raise argparse.ArgumentTypeError(
             f"{text[:80]!a} is not a link; write it like 'Ethernet=100', a name and its Gbit/s"
-        )
-    return NetworkLink(name.strip(), gbit)
+        ) from None
 
 
 def parse_tier(text: str) -> TierSpeed:
@@ -303,33 +272,19 @@ def parse_tier(text: str) -> TierSpeed:
     name, _, speed = text.rpartition("=")
     rate, _, latency = speed.partition(":")
     try:
-        gbps, ms = float(rate), float(latency or 0)
-    except ValueError:
-        gbps = ms = math.nan
-    if (
-        not name.strip()
-        or not name.isprintable()
-        or not MIN_RATE <= gbps < MAX_RATE
-        or not 0 <= ms < MAX_RATE
-    ):
+        ms = parsed("", latency or "0", Milliseconds)
+        return TierSpeed(_label(name), parsed("", rate, Rate), ms / 1000)
+    except ConfigError:
         raise argparse.ArgumentTypeError(
             f"{text[:80]!a} is not a tier; write it like 'disk=6.5' or 'object=2.9:35', a name, "
             "its GB/s and the ms to its first byte"
-        )
-    return TierSpeed(name.strip(), gbps, ms / 1000)
+        ) from None
 
 
-def parse_rate(text: str) -> float:
-    """For argparse: parse tokens per second."""
-    try:
-        rate = float(text)
-    except ValueError:
-        rate = math.nan
-    if not MIN_RATE <= rate < MAX_RATE:
-        raise argparse.ArgumentTypeError(
-            f"{text[:80]!a} is not a speed in tokens per second; write it like 12000"
-        )
-    return rate
+def _label(name: str) -> str:
+    if not name.strip() or not name.isprintable():
+        raise ConfigError("a name is missing or cannot be shown")
+    return name.strip()
 
 
 # -- the model --

@@ -13,11 +13,12 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvferry.cli.arguments import Parser, parse_port
+from kvferry.cli.arguments import Number, Parser
 from kvferry.cli.cluster.addresses import announce_address, dialable
 from kvferry.cli.runtime import add_log_arguments, log_settings
 from kvferry.cli.tracing import add_traces_argument, find_traces_endpoint
 from kvferry.config import ClusterSecret, SideChannelConfig
+from kvferry.config.fields import Port
 from kvferry.config.private_files import (
     read_or_make_private_file,
     read_private_file,
@@ -40,8 +41,6 @@ from kvferry.web.api_keys import check_key
 if TYPE_CHECKING:
     from kvferry.router.app import RouterApp
     from kvferry.router.tracing import RouterTracer
-
-__all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "router_options", "run"]
 
 DESCRIPTION = (
     "Serve the OpenAI API: send each prompt to a prefill instance, and let a decode instance "
@@ -73,7 +72,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--host", help="address to listen on (default: localhost)")
     parser.add_argument(
-        "--port", type=parse_port, help="port to listen on; 0: any free port (default: 8000)"
+        "--port", type=Number(Port), help="port to listen on; 0: any free port (default: 8000)"
     )
     for role in Role:
         _add_role_arguments(parser, role)
@@ -112,7 +111,7 @@ def _add_role_arguments(parser: Parser, role: Role) -> None:
         f"--{name}-ports",
         f"--{name}-port",
         nargs="+",
-        type=parse_port,
+        type=Number(Port),
         metavar="PORT",
         help="their ports, in the order of the hosts (default, without --config: "
         f"{_DEFAULT_PORTS[role]})",

@@ -19,7 +19,7 @@ from http.client import HTTPException
 from types import FrameType
 from urllib.parse import urlsplit
 
-from kvferry.cli.arguments import Parser
+from kvferry.cli.arguments import Number, Parser
 from kvferry.cli.runtime import add_log_arguments, log_settings
 from kvferry.config import ClusterSecret, KVRole, KVTransferConfig
 from kvferry.errors import ConfigError
@@ -29,19 +29,9 @@ from kvferry.router.fleet.registration import (
     DEFAULT_TTL_S,
     ROUTER_ID_HEADER,
     Registrar,
+    RegistrationTtl,
     Statement,
 )
-
-__all__ = [
-    "DESCRIPTION",
-    "EXAMPLES",
-    "Registration",
-    "add_arguments",
-    "check_router_url",
-    "role_of",
-    "run",
-]
-
 
 _log = logging.getLogger(__name__)
 
@@ -197,7 +187,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--ttl",
-        type=float,
+        type=Number(RegistrationTtl),
         default=DEFAULT_TTL_S,
         metavar="SECONDS",
         help="the routers drop the instance when it has been unhealthy for this long (default: "

@@ -10,8 +10,9 @@ import os
 import sys
 import threading
 from collections.abc import Mapping
+from typing import get_type_hints
 
-from kvferry.cli.arguments import Parser, parse_device, parse_port, parse_size
+from kvferry.cli.arguments import Number, Parser, amount, parse_device
 from kvferry.cli.checkpoints import find_checkpoint
 from kvferry.cli.cluster.addresses import announce_address, check_listenable, curl_command, dialable
 from kvferry.cli.register import Registration, check_router_url, role_of
@@ -27,6 +28,7 @@ from kvferry.config import (
     is_loopback,
     kv_cache_layout_from_environment,
 )
+from kvferry.config.fields import Port
 from kvferry.config.private_files import read_private_file
 from kvferry.config.side_channel import is_wildcard
 from kvferry.connectors.factory import KVConnectorFactory
@@ -40,18 +42,6 @@ from kvferry.router.fleet.registration import DEFAULT_TTL_S, Registrar
 from kvferry.transports.registry import ConfiguredTransportKit
 from kvferry.types import Address
 from kvferry.web.api_keys import ApiKeys, read_key_file
-
-__all__ = [
-    "DESCRIPTION",
-    "EXAMPLES",
-    "add_arguments",
-    "api_host",
-    "check_before_start",
-    "engine_options",
-    "open_to_all",
-    "read_api_keys",
-    "run",
-]
 
 DESCRIPTION = (
     "Serve one model over the OpenAI API with the embedded engine. Flags are those of `vllm serve`."
@@ -73,6 +63,7 @@ DATA_PARALLEL = (
     "--data-parallel-rank",
     "--data-parallel-address",
 )
+KINDS = get_type_hints(EngineOptions, include_extras=True)
 DEFAULTS = {name: field.default for name, field in EngineOptions.__dataclass_fields__.items()}
 
 
@@ -92,7 +83,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--port",
-        type=parse_port,
+        type=Number(Port),
         default=8000,
         help="port to listen on; 0: any free port (default: %(default)s)",
     )
@@ -145,7 +136,7 @@ def _add_compute_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--num-threads",
-        type=int,
+        type=Number(KINDS["num_threads"]),
         default=DEFAULTS["num_threads"],
         help="torch threads per rank (default: %(default)s)",
     )
@@ -154,14 +145,14 @@ def _add_compute_arguments(parser: Parser) -> None:
 def _add_shutdown_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--shutdown-timeout",
-        type=float,
+        type=Number(KINDS["shutdown_timeout_s"]),
         default=DEFAULTS["shutdown_timeout_s"],
         metavar="SECONDS",
         help="seconds for requests to finish after Ctrl-C (default: %(default)s)",
     )
     parser.add_argument(
         "--drain-timeout",
-        type=float,
+        type=Number(KINDS["drain_timeout_s"]),
         default=DEFAULTS["drain_timeout_s"],
         metavar="SECONDS",
         help="seconds after SIGTERM for requests to finish and for peers to read their blocks; 0: "
@@ -172,32 +163,32 @@ def _add_shutdown_arguments(parser: Parser) -> None:
 def _add_scheduler_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--seed",
-        type=int,
+        type=Number(KINDS["seed"]),
         default=DEFAULTS["seed"],
         help="seed for requests without a seed (default: %(default)s)",
     )
     parser.add_argument(
         "--max-model-len",
-        type=parse_size,
+        type=amount(0),
         default=DEFAULTS["max_model_len"],
         help="most tokens per request, prompt included (default: the checkpoint's limit)",
     )
     parser.add_argument(
         "--tensor-parallel-size",
         "-tp",
-        type=int,
+        type=Number(KINDS["tensor_parallel_size"]),
         default=DEFAULTS["tensor_parallel_size"],
         help="tensor-parallel ranks, one process each (default: 1)",
     )
     parser.add_argument(
         "--max-num-seqs",
-        type=int,
+        type=Number(KINDS["max_num_seqs"]),
         default=DEFAULTS["max_num_seqs"],
         help="most sequences per step (default: %(default)s)",
     )
     parser.add_argument(
         "--max-num-batched-tokens",
-        type=parse_size,
+        type=amount(1),
         default=DEFAULTS["max_num_batched_tokens"],
         help="most tokens per step (default: %(default)s)",
     )
@@ -222,20 +213,20 @@ def _add_cache_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--block-size",
-        type=int,
+        type=Number(KINDS["block_size"]),
         default=DEFAULTS["block_size"],
         help="tokens per block (default: %(default)s)",
     )
     parser.add_argument(
         "--num-gpu-blocks-override",
-        type=int,
+        type=Number(KINDS["num_blocks"]),
         default=0,
         metavar="N",
         help="blocks in the cache (default: as many as fit)",
     )
     parser.add_argument(
         "--kv-cache-memory-bytes",
-        type=parse_size,
+        type=amount(0),
         help="cache size per rank (default: 256 MiB on CPUs, what --gpu-memory-utilization leaves "
         "on GPUs)",
     )
@@ -246,7 +237,7 @@ def _add_cache_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--gpu-memory-utilization",
-        type=float,
+        type=Number(KINDS["gpu_memory_utilization"]),
         default=DEFAULTS["gpu_memory_utilization"],
         metavar="SHARE",
         help="share of a GPU's memory that may be in use, by all processes, after the cache is "

@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.cli.arguments import (
+    Number,
     Parser,
-    parse_count,
     parse_device,
     parse_model,
     parse_path,
-    parse_port,
     show_argument,
 )
 from kvferry.cli.checkpoints import find_checkpoint, has_chat_template, is_hub_name, prefetch
@@ -53,18 +52,11 @@ from kvferry.cli.cluster.vllm_servers import (
     with_socket_directory,
 )
 from kvferry.cli.runtime import STOP_SIGNALS, add_log_arguments, log_settings, stop_signals
+from kvferry.config.fields import Port
 from kvferry.engine.model.config import read_model_config
+from kvferry.engine.options import ProcessCount
 from kvferry.errors import ConfigError, KVFerryError, RequestRefused, TransportError
 from kvferry.types import Address
-
-__all__ = [
-    "DESCRIPTION",
-    "EXAMPLES",
-    "NEXT_QUESTION",
-    "add_arguments",
-    "run",
-    "sample_request",
-]
 
 DESCRIPTION = (
     "Run prefill, decode and router on this machine, show one request, and serve the OpenAI API "
@@ -95,14 +87,14 @@ POLL_INTERVAL_S = 0.25
 def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--prefill",
-        type=parse_count,
+        type=Number(ProcessCount),
         default=1,
         metavar="N",
         help="prefill instances (default: %(default)s)",
     )
     parser.add_argument(
         "--decode",
-        type=parse_count,
+        type=Number(ProcessCount),
         default=1,
         metavar="M",
         help="decode instances (default: %(default)s)",
@@ -118,7 +110,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--port",
-        type=parse_port,
+        type=Number(Port),
         default=8000,
         help="port of the router; 0: any free port (default: %(default)s)",
     )
@@ -129,7 +121,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--tensor-parallel-size",
-        type=parse_count,
+        type=Number(ProcessCount),
         default=1,
         metavar="K",
         help="tensor-parallel ranks of each engine (default: %(default)s)",
@@ -170,7 +162,7 @@ def _add_vllm_arguments(parser: Parser) -> None:
     for role in ("prefill", "decode"):
         parser.add_argument(
             f"--{role}-tp",
-            type=parse_count,
+            type=Number(ProcessCount),
             metavar="K",
             help=f"with --vllm: tensor-parallel ranks of {role} servers (default: "
             "--tensor-parallel-size)",

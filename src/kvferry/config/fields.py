@@ -8,40 +8,17 @@ A settings class is a frozen dataclass whose annotations are the kinds below; th
 import dataclasses
 import difflib
 import json
-from collections.abc import Iterable
+import math
+import re
+from collections.abc import Callable, Iterable
 from enum import Enum
+from fractions import Fraction
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
 from kvferry.errors import ConfigError
-
-__all__ = [
-    "RENAMED",
-    "RENAMED_FLAGS",
-    "Bytes",
-    "Count",
-    "Flag",
-    "LeaseSeconds",
-    "Natural",
-    "Number",
-    "Port",
-    "Seconds",
-    "Settings",
-    "Text",
-    "Texts",
-    "check_fields",
-    "converted",
-    "described",
-    "is_list",
-    "is_text",
-    "list_takes_text",
-    "may_be_null",
-    "nearest",
-    "refuse_unknown_keys",
-    "shown",
-]
 
 LARGEST_INT = 2**62
 LARGEST_SECONDS = 1e9
@@ -53,6 +30,7 @@ MAX_LISTED_NAMES = 8
 """With more names than this, an error message refers to the documentation instead of listing the
 names.
 """
+SIZED = "a size"
 REFERENCE = "docs/configuration.md"
 RENAMED = {
     "planes": "transports",
@@ -65,14 +43,29 @@ RENAMED = {
 """
 RENAMED_FLAGS = {"--planes": "--transports", "--plane": "--transport", "--pieces": "--segments"}
 
+
+def span(what: str, low: float, high: float) -> Meta:
+    """The limits of a kind of number, and its description with them."""
+    return Meta(ge=low, le=high, description=f"{what} from {low} to {high}")
+
+
+def sized(low: int, high: int, what: str = "a number like 4096, 8k or 1G") -> Meta:
+    """The limits of a kind of number that may be written with a unit: see `read_size`."""
+    ends = f"from {low} to {high}" if high < LARGEST_INT else f"of at least {low}"
+    return Meta(ge=low, le=high, description=f"{what}, {ends}", title=SIZED)
+
+
 Flag = Annotated[bool, Meta(description="true or false")]
 Count = Annotated[int, Meta(ge=1, le=LARGEST_INT, description="a whole number of at least 1")]
 Natural = Annotated[int, Meta(ge=0, le=LARGEST_INT, description="a whole number of at least 0")]
-Port = Annotated[int, Meta(ge=0, le=65535, description="a port number from 0 to 65535")]
+Port = Annotated[int, span("a port number", 0, 65535)]
+Share = Annotated[float, span("a number", 0, 1)]
 Number = Annotated[float, Meta(ge=-LARGEST_SECONDS, le=LARGEST_SECONDS, description="a number")]
 Seconds = Annotated[
     float, Meta(gt=0, le=LARGEST_SECONDS, description="a number of seconds above 0")
 ]
+Timeout = Annotated[float, span("a number of seconds", 0, 86_400)]
+"""Event loops accept no timers that are much longer."""
 Bytes = Annotated[float, Meta(ge=0, le=LARGEST_INT, description="a number of bytes")]
 LeaseSeconds = Annotated[
     float,
@@ -91,15 +84,15 @@ Settings = Annotated[dict[str, Any], Meta(description="an object")]
 FLAG_TEXTS = {"True": True, "true": True, "False": False, "false": False}
 
 
-def check_fields(settings: Any) -> None:
+def check_fields(settings: Any, name_of: Callable[[str], str] = str) -> None:
     """Check and normalise every field of a frozen dataclass in place; `ConfigError` names the first
-    wrong field.
+    wrong field, as `name_of` says.
     """
     hints = get_type_hints(type(settings), include_extras=True)
     for field in dataclasses.fields(settings):
         if not field.init:
             continue
-        value = converted(field.name, getattr(settings, field.name), hints[field.name])
+        value = converted(name_of(field.name), getattr(settings, field.name), hints[field.name])
         object.__setattr__(settings, field.name, value)
 
 
@@ -175,9 +168,19 @@ def shown_key(key: object) -> str:
     return key if isinstance(key, str) and key.isidentifier() and len(key) <= 80 else shown(key)
 
 
+def parsed(name: str, text: str, hint: Any) -> Any:
+    """A number of some kind that is written as text: in a flag or a variable."""
+    return converted(name, text if is_size(hint) else read_number(text), hint)
+
+
 def converted(name: str, value: Any, hint: Any) -> Any:
+    """A value of some kind, as it comes from JSON, TOML or our own code; `ConfigError` with the
+    limits of the kind for any other value.
+    """
     if hint is Flag and isinstance(value, str):
         value = FLAG_TEXTS.get(value, value)
+    if is_size(hint) and isinstance(value, str):
+        value = read_size(value)
     try:
         # NaN is never a valid setting.
         if isinstance(value, float) and value != value:
@@ -187,6 +190,42 @@ def converted(name: str, value: Any, hint: Any) -> Any:
         raise ConfigError(
             f"{name} must be {described(hint)}, got {shown(value)}{_typo(value, hint)}"
         ) from None
+
+
+# -- numbers in texts --
+# Python's int() and float() also read "nan", "1_000", " 5 ", digits of other scripts, and numbers
+# of thousands of digits.
+
+
+NUMBER = re.compile(r"-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?", re.ASCII)
+MAX_NUMBER_CHARS = 40
+SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,6}(?=.*[A-Za-z]))?)(?: ?([kKmMgGtT])(i?B?)| ?B)?")
+
+
+def read_number(text: str) -> int | float | str:
+    """The number that a text is, or the text itself if it is none: no kind of number allows it."""
+    if len(text) > MAX_NUMBER_CHARS or not NUMBER.fullmatch(text):
+        return text
+    number = float(text) if re.search("[.eE]", text) else int(text)
+    return number if math.isfinite(number) else text
+
+
+def read_size(text: str) -> int | str:
+    """The number that a text such as `4096`, `8k` or `1.5GiB` is, or the text itself if it is none.
+
+    As in `vllm serve`, k, m, g and t are powers of 1,000, and K, M, G and T powers of 1,024. With
+    a B at the end, only those with an i are powers of 1,024.
+    """
+    found = SIZE.fullmatch(text)
+    if found is None:
+        return text
+    number, unit, suffix = found[1], found[2] or "", found[3] or ""
+    base = 1024 if "i" in suffix or (unit.isupper() and not suffix) else 1000
+    return int(Fraction(number) * base ** " kmgt".index(unit.lower() or " "))
+
+
+def is_size(hint: Any) -> bool:
+    return any(isinstance(meta, Meta) and meta.title == SIZED for meta in get_args(hint))
 
 
 def _bare(hint: Any) -> Any:

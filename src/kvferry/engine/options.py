@@ -8,17 +8,19 @@ import re
 import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+from msgspec import Meta
+
+from kvferry.config import KVTransferConfig
+from kvferry.config.fields import Count, Natural, Timeout, check_fields, span
 from kvferry.errors import ConfigError
 from kvferry.logs import LogSettings
 from kvferry.types import KVLayout
 
 if TYPE_CHECKING:
-    from kvferry.config import KVTransferConfig, SideChannelConfig
+    from kvferry.config import SideChannelConfig
     from kvferry.transports.base import TransportKit
-
-__all__ = ["EngineOptions", "EngineSetup", "first_gpu", "flag_of", "gpu_of_rank", "ranks_on_gpu"]
 
 
 _GPU = re.compile(r"cuda(?::([0-9]{1,4}))?")
@@ -48,8 +50,10 @@ def ranks_on_gpu(gpu: int, first: int, tp_size: int, num_gpus: int) -> int:
 # The settings of one engine.
 
 
-MAX_TIMEOUT_S = 86_400
-"""The longest timeout; event loops accept no timers that are much longer."""
+ProcessCount = Annotated[int, span("a whole number", 1, 256)]
+"""How many processes to start: a typo must not start a million."""
+MemoryShare = Annotated[float, Meta(gt=0, le=1, description="a number above 0 and at most 1")]
+Seed = Annotated[int, span("a whole number", -(2**63), 2**63 - 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,63 +81,39 @@ class EngineOptions:
 
     Further ranks use the following GPUs, and share GPUs if there are too few.
     """
-    block_size: int = 16
-    num_blocks: int = 0
+    block_size: Count = 16
+    num_blocks: Natural = 0
     """Number of blocks in the cache; 0 means as many as fit into `kv_cache_memory_bytes`."""
-    kv_cache_memory_bytes: int | None = None
+    kv_cache_memory_bytes: Natural | None = None
     """Cache size per rank.
 
     None means 256 MiB on CPUs, and the memory that `gpu_memory_utilization` leaves on GPUs.
     """
-    gpu_memory_utilization: float = 0.9
+    gpu_memory_utilization: MemoryShare = 0.9
     """The share of a GPU's memory that all processes may use, with the cache allocated."""
     kv_cache_layout: KVLayout = KVLayout.HND
     cross_layer_blocks: bool = False
     """Whether all layers of a block are contiguous, so that a transfer moves one segment."""
-    max_model_len: int = 0
+    max_model_len: Natural = 0
     """Limit on prompt and output tokens; 0 means the checkpoint's own limit."""
-    max_num_seqs: int = 128
-    max_num_batched_tokens: int = 2048
-    tensor_parallel_size: int = 1
+    max_num_seqs: Count = 128
+    max_num_batched_tokens: Count = 2048
+    tensor_parallel_size: ProcessCount = 1
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
-    num_threads: int = 1
+    num_threads: Count = 1
     """Number of torch threads per worker."""
-    seed: int = 0
-    kv_transfer: "KVTransferConfig | None" = None
-    shutdown_timeout_s: float = 10.0
+    seed: Seed = 0
+    kv_transfer: KVTransferConfig | None = None
+    shutdown_timeout_s: Timeout = 10.0
     """How long requests may take to finish after Ctrl-C (SIGINT)."""
-    drain_timeout_s: float = 30.0
+    drain_timeout_s: Timeout = 30.0
     """How long requests may take to finish, and peers to fetch leased blocks, after SIGTERM."""
     otlp_traces_endpoint: str = ""
     """The collector's URL for spans; empty: no spans are written."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "block_size",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "tensor_parallel_size",
-            "num_threads",
-        ):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{flag_of(name)} must be at least 1, got {getattr(self, name)}")
-        for name in ("num_blocks", "max_model_len", "kv_cache_memory_bytes"):
-            if not (getattr(self, name) or 0) >= 0:
-                raise ConfigError(
-                    f"{flag_of(name)} must not be negative, got {getattr(self, name)}"
-                )
-        for name in ("shutdown_timeout_s", "drain_timeout_s"):
-            if not 0 <= getattr(self, name) <= MAX_TIMEOUT_S:
-                raise ConfigError(
-                    f"{flag_of(name)} must be from 0 to {MAX_TIMEOUT_S} seconds, got "
-                    f"{getattr(self, name)}"
-                )
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(
-                "--gpu-memory-utilization must be more than 0 and at most 1, got "
-                f"{self.gpu_memory_utilization}"
-            )
+        check_fields(self, flag_of)
         first_gpu(self.device)
 
 

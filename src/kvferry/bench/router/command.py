@@ -42,8 +42,9 @@ from kvferry.bench.router.load import (
 from kvferry.bench.router.messages import EVENTS, BenchMessages
 from kvferry.bench.router.report import Router, RouterCell, Sample, make_rows, progress, table
 from kvferry.bench.router.stubs import Stubs, start_stubs
-from kvferry.cli.arguments import Parser, parse_size
+from kvferry.cli.arguments import Number, Parser, amount, whole
 from kvferry.cli.runtime import raise_file_limit, stop_signals
+from kvferry.config.fields import Count, Seconds
 from kvferry.errors import ConfigError
 
 DESCRIPTION = (
@@ -77,26 +78,6 @@ class RouterBenchPlan:
     writes: int
     tools: Tools
 
-    def __post_init__(self) -> None:
-        counts = [("--prompt-bytes", n) for n in self.prompt_bytes] + [
-            ("--concurrency", n) for n in self.concurrency
-        ]
-        counts += [
-            ("--repeats", self.repeats),
-            ("--requests", 1 if self.load.requests is None else self.load.requests),
-        ]
-        for flag, count in counts:
-            if count < 1:
-                raise ConfigError(f"{flag} must be at least 1, got {count}")
-        if self.load.seconds is not None and not 0 < self.load.seconds < 3600:
-            raise ConfigError(
-                f"--seconds must be more than 0 and less than an hour, got {self.load.seconds:g}"
-            )
-        if not 1 <= self.writes <= EVENTS:
-            raise ConfigError(
-                f"--writes must be from 1 to {EVENTS}, the events of a stream; got {self.writes}"
-            )
-
 
 def add_arguments(parser: Parser) -> None:
     names = [str(router) for router in Router]
@@ -110,7 +91,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--concurrency",
         nargs="+",
-        type=parse_size,
+        type=amount(1, 10**6),
         default=list(CONCURRENCY),
         metavar="N",
         help="clients (default: 1 16 64)",
@@ -119,25 +100,31 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--prompt-bytes",
         nargs="+",
-        type=parse_size,
+        type=amount(1, 2**30),
         default=list(PROMPT_BYTES),
         metavar="N",
         help=of,
     )
     parser.add_argument(
         "--seconds",
-        type=float,
+        type=Number(Seconds),
         default=2.0,
         metavar="S",
         help="each router, in each round (default: %(default)s)",
     )
-    parser.add_argument("--requests", type=int, metavar="N", help="so many in each round instead")
     parser.add_argument(
-        "--repeats", type=int, default=3, metavar="N", help="rounds (default: %(default)s)"
+        "--requests", type=Number(Count), metavar="N", help="so many in each round instead"
+    )
+    parser.add_argument(
+        "--repeats",
+        type=Number(Count),
+        default=3,
+        metavar="N",
+        help="rounds (default: %(default)s)",
     )
     parser.add_argument(
         "--writes",
-        type=int,
+        type=whole(1, EVENTS),
         default=1,
         metavar="N",
         help="in how many writes D sends its stream (default: %(default)s)",

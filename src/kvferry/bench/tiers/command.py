@@ -23,7 +23,7 @@ from kvferry.bench.tiers.memory import MemoryScope, measure_memory
 from kvferry.bench.tiers.rounds import Comparison
 from kvferry.bench.tiers.steps import StepScope, measure_steps
 from kvferry.bench.tiers.storage import StorageScope, measure_disk, measure_object, moto_bucket
-from kvferry.bench.vllm.servers import parse_count, print_progress
+from kvferry.bench.vllm.servers import COUNT, print_progress
 from kvferry.cli.arguments import Parser
 from kvferry.cli.extras import check_extra, missing_packages
 from kvferry.cli.runtime import StopRequest, stop_requests
@@ -83,20 +83,20 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--tokens",
-        type=parse_count,
+        type=COUNT,
         metavar="N",
         help=f"tokens of the prompts of the part model (default: {PROMPT_TOKENS}, or "
         "the model's maximum)",
     )
     parser.add_argument(
         "--threads",
-        type=parse_count,
+        type=COUNT,
         metavar="N",
         help=f"threads for disk and object store (default: {StorageScope().threads}, as an "
         "engine's io_threads)",
     )
     parser.add_argument(
-        "--rounds", type=parse_count, metavar="N", help="rounds of each part (default: its own)"
+        "--rounds", type=COUNT, metavar="N", help="rounds of each part (default: its own)"
     )
     parser.add_argument(
         "--quick",

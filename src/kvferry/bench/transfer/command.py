@@ -36,7 +36,7 @@ from kvferry.bench.transfer.report import (
     make_rows,
     table,
 )
-from kvferry.bench.vllm.servers import parse_count, print_progress
+from kvferry.bench.vllm.servers import COUNT, print_progress
 from kvferry.cli.arguments import Parser
 from kvferry.cli.extras import check_extra
 from kvferry.cli.runtime import StopRequest, stop_requests
@@ -128,14 +128,14 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--rounds",
-        type=parse_count,
+        type=COUNT,
         metavar="N",
         help=f"moves of each kind; the median is printed (default: {HOST.rounds}; cuda: "
         f"{GPU.rounds})",
     )
     parser.add_argument(
         "--spread",
-        type=parse_count,
+        type=COUNT,
         default=1,
         metavar="N",
         help="how many times larger each cache is than the moved bytes, so that moved blocks have "
@@ -144,14 +144,14 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--segments",
         nargs="+",
-        type=parse_count,
+        type=COUNT,
         metavar="KIB",
         help="segment sizes to measure (default: all)",
     )
     parser.add_argument(
         "--moved",
         nargs="+",
-        type=parse_count,
+        type=COUNT,
         metavar="MIB",
         help="MiB per move (default: 256; cuda: 1024 64)",
     )

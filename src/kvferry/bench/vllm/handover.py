@@ -8,7 +8,6 @@ reasons. With `--device cuda` the servers run on a GPU: see `gpu_handover`.
 
 import argparse
 import json
-import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -21,6 +20,7 @@ from kvferry.bench.vllm.client import PromptMaker, prefill, read_transfers, time
 from kvferry.bench.vllm.gpu_handover import measure_on_gpu
 from kvferry.bench.vllm.gpu_report import draw, table
 from kvferry.bench.vllm.servers import (
+    COUNT,
     OURS,
     STOCK,
     PairSettings,
@@ -28,12 +28,11 @@ from kvferry.bench.vllm.servers import (
     add_vllm_arguments,
     check_cuda,
     model_directory,
-    parse_count,
     print_progress,
     start_pair,
     vllm_python,
 )
-from kvferry.cli.arguments import Parser
+from kvferry.cli.arguments import Parser, whole
 from kvferry.cli.runtime import stop_signals
 from kvferry.errors import ConfigError
 
@@ -89,7 +88,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--samples",
-        type=parse_count,
+        type=COUNT,
         metavar="N",
         help="samples of each length and connector (default: 20; on a GPU 6)",
     )
@@ -194,13 +193,7 @@ def make_rows(samples: Mapping[str, Mapping[int, VllmHandoverSamples]]) -> list[
 
 def parse_lengths(text: str) -> list[int]:
     """For argparse: parse lengths like `128,512`; drop duplicates, keep the order."""
-    parts = text.split(",")
-    longest = max(MAX_PROMPT_TOKENS.values())
-    if not all(re.fullmatch(r"[0-9]{1,6}", part) and 2 <= int(part) <= longest for part in parts):
-        raise argparse.ArgumentTypeError(
-            f"must be numbers from 2 to {longest} with commas between them, got {text[:80]!a}"
-        )
-    return list(dict.fromkeys(map(int, parts)))
+    return list(dict.fromkeys(map(whole(2, max(MAX_PROMPT_TOKENS.values())), text.split(","))))
 
 
 def _measure_round(

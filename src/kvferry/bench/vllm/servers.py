@@ -4,9 +4,7 @@ However the benchmark ends, kill -9 included, no process is left behind (see
 `kvferry.cli.cluster.processes`).
 """
 
-import argparse
 import os
-import re
 import secrets
 import signal
 import subprocess
@@ -20,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from kvferry.cli.arguments import Parser
+from kvferry.cli.arguments import Parser, whole
 from kvferry.cli.cluster.http_client import is_healthy
 from kvferry.cli.cluster.processes import ChildProcess, ProcessGroup
 from kvferry.cli.cluster.reaper import members_of_group
@@ -319,13 +317,7 @@ def model_directory(given: Path | None) -> Iterator[Path]:
         yield Path(directory) / "tiny"
 
 
-def parse_count(text: str) -> int:
-    """For argparse: parse a count from 1 to 99999."""
-    if not re.fullmatch(r"[0-9]{1,5}", text) or int(text) == 0:
-        raise argparse.ArgumentTypeError(
-            f"must be a whole number from 1 to 99999, got {text[:80]!a}"
-        )
-    return int(text)
+COUNT = whole(1, 99_999)
 
 
 def vllm_python(given: Path | None) -> Path:

@@ -18,6 +18,7 @@ from typing import Any
 from kvferry.bench.figures import quantile, ratio, rounded
 from kvferry.bench.vllm.client import PromptMaker, prefill, time_to_first_token_s
 from kvferry.bench.vllm.servers import (
+    COUNT,
     OURS,
     ROLES,
     STOCK,
@@ -25,7 +26,6 @@ from kvferry.bench.vllm.servers import (
     ServerPair,
     add_vllm_arguments,
     model_directory,
-    parse_count,
     print_progress,
     start_pair,
     vllm_python,
@@ -139,14 +139,14 @@ def add_arguments(parser: Parser) -> None:
     add_vllm_arguments(parser)
     parser.add_argument(
         "--requests",
-        type=parse_count,
+        type=COUNT,
         default=100,
         metavar="N",
         help="requests through P and D (default: %(default)s)",
     )
     parser.add_argument(
         "--concurrency",
-        type=parse_count,
+        type=COUNT,
         default=8,
         metavar="N",
         help="requests in flight (default: %(default)s)",

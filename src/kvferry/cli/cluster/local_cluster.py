@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from kvferry.cli.checkpoints import DEFAULT_MODEL, DEFAULT_MODEL_NAME
 from kvferry.cli.cluster.http_client import is_healthy
 from kvferry.cli.cluster.processes import ChildProcess
-from kvferry.errors import ConfigError, KVFerryError
+from kvferry.errors import KVFerryError
 from kvferry.types import Address
 
 if TYPE_CHECKING:
@@ -53,17 +53,6 @@ class UpOptions:
     tensor_parallel_size: int = 1
     mode: str = "pull"
     device: str = "cpu"
-
-    def __post_init__(self) -> None:
-        for flag, value in (
-            ("--prefill", self.prefill),
-            ("--decode", self.decode),
-            ("--tensor-parallel-size", self.tensor_parallel_size),
-        ):
-            if value < 1:
-                raise ConfigError(f"{flag} must be at least 1, got {value}")
-        if not 0 <= self.port < 65536:
-            raise ConfigError(f"--port must be from 0 to 65535, got {self.port}")
 
 
 class Launch(Protocol):

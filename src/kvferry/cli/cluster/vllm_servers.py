@@ -212,9 +212,6 @@ class VllmFleet:
     """More flags for every server."""
 
     def __post_init__(self) -> None:
-        for flag, value in (("--prefill-tp", self.prefill_tp), ("--decode-tp", self.decode_tp)):
-            if value < 1:
-                raise ConfigError(f"{flag} must be at least 1, got {value}")
         self._check_flags()
         self._check_model()
 

@@ -6,26 +6,21 @@ is useless. The clocks of two hosts may differ by minutes. Pure.
 """
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import msgspec
 
+from kvferry.config.fields import span
 from kvferry.errors import InvalidTicket
 from kvferry.protocol.tickets import Seal
 from kvferry.router.fleet.instances import Instance, Role
 
-__all__ = [
-    "DEFAULT_TTL_S",
-    "MAX_CLOCK_SKEW_S",
-    "ROUTER_ID_HEADER",
-    "AcceptedStatements",
-    "Registrar",
-    "Statement",
-]
-
 MAX_CLOCK_SKEW_S = 300.0
 """Largest age of a statement, clock difference included."""
 DEFAULT_TTL_S = 15.0
-_MAX_TTL_S = 3600.0
+RegistrationTtl = Annotated[float, span("a number of seconds", 1, 3600)]
+"""An instance renews several times in this time: with a shorter one it would flood the routers."""
+SecondsSince1970 = Annotated[float, span("a time in seconds since 1970", 0, 1 << 40)]
 ROUTER_ID_HEADER = "Kvferry-Router-Id"
 """Header with which a router answers a statement that was made for another incarnation."""
 
@@ -36,9 +31,9 @@ class Statement(msgspec.Struct, frozen=True):
     role: Role
     """The role in which the instance joins."""
     url: str
-    ttl_s: float
+    ttl_s: RegistrationTtl
     """Seconds until the instance is removed from the fleet unless it renews."""
-    made_at: float
+    made_at: SecondsSince1970
     """Creation time in seconds since 1970, by the instance's clock."""
     is_leaving: bool = False
     """The instance is stopping and takes no new legs."""
@@ -63,18 +58,14 @@ class Registrar:
         """Open a genuine and recent statement; else InvalidTicket. `now`: seconds since 1970."""
         try:
             statement = msgspec.msgpack.decode(self._seal.open(text), type=Statement)
-        except msgspec.DecodeError:
-            raise InvalidTicket("the statement cannot be decoded") from None
+        except msgspec.DecodeError as error:
+            raise InvalidTicket(f"the statement cannot be decoded: {error}") from None
         except InvalidTicket:
             raise InvalidTicket("the statement was not signed with this cluster's secret") from None
-        if not 0 < statement.ttl_s <= _MAX_TTL_S:
+        age_s = now - statement.made_at
+        if not -MAX_CLOCK_SKEW_S <= age_s <= MAX_CLOCK_SKEW_S:
             raise InvalidTicket(
-                f"the statement's ttl_s is {statement.ttl_s}, but must be from 0 to {_MAX_TTL_S:g}"
-            )
-        if abs(now - statement.made_at) > MAX_CLOCK_SKEW_S:
-            raise InvalidTicket(
-                f"the statement was made {now - statement.made_at:.0f} s ago; set the clocks of "
-                "both hosts"
+                f"the statement was made {age_s:.0f} s ago; set the clocks of both hosts"
             )
         return statement
 
@@ -97,7 +88,7 @@ class AcceptedStatements:
             if made_at < now - MAX_CLOCK_SKEW_S:
                 del self._made_at[known]
         newest = self._made_at.get(instance)
-        if newest is not None and statement.made_at <= newest:
+        if newest is not None and not statement.made_at > newest:
             raise InvalidTicket(
                 "this statement, or a newer one of the same instance, was accepted before; if the "
                 "instance's clock was set back, wait until it has caught up"
