@@ -294,6 +294,21 @@ def test_a_pool_lists_its_segments_and_whether_their_owner_lives(
     assert printed(capsys, "ls", "--pool", str(pool)).splitlines()[-1].rstrip().endswith("none")
 
 
+def test_a_segment_with_a_damaged_time_is_listed(
+    pool: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache = Cache(pool)
+    cache.store(0, 0)
+    cache.pool.close()
+    (path,) = pool.iterdir()
+    with path.open("r+b") as file:
+        file.seek(72)
+        file.write(b"\xff" * 8)
+    (row,) = as_json(capsys, "ls", "--pool", str(pool))["namespaces"]
+    assert (row["objects"], row["last_used"]) == (1, "unknown")
+    assert "unknown" in printed(capsys, "stat", "--pool", str(pool))
+
+
 def test_verify_checks_the_rows_of_all_groups(
     pool: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,7 +22,7 @@ from kvferry.tiers.host_pool import HostPool
 from kvferry.tiers.keys import Namespace
 from kvferry.tiers.policies import ArcPolicy, LruPolicy
 from kvferry.tiers.pool_reader import PoolReader, list_segments
-from kvferry.tiers.pool_segment import OwnedSegment, create_segment
+from kvferry.tiers.pool_segment import OwnedSegment, SegmentLayout, create_segment
 
 A, B, C, D, E = (key(number) for number in range(5))
 
@@ -291,6 +291,45 @@ def test_a_malformed_segment_is_ignored(
     assert [info.path for info in list_segments(folder)] == [path_of(two)]
 
 
+def test_an_adopted_segment_with_damaged_counters_stores_and_evicts_on(folder: Path) -> None:
+    one = PoolEngine.open(folder, 3)
+    for each in (A, B, C):
+        one.store(each)
+    one.pool.close()
+    with path_of(one).open("r+b") as file:
+        for at in (64, 16384):  # the header's fields that change; the numbers of A's and B's store
+            file.seek(at)
+            file.write(b"\xff" * 16)
+    two = PoolEngine.open(folder, 3)
+    assert path_of(two) == path_of(one)
+    assert [two.store(each) for each in (D, E)] == [True] * 2
+    assert two.pool.take_evicted() == [C, A]
+    assert [two.has(each) for each in (B, D, E)] == [True] * 3
+
+
+def test_a_use_beyond_the_last_number_is_counted(folder: Path) -> None:
+    one = PoolEngine.open(folder, 1)
+    one.store(A)
+    layout = SegmentLayout(ROW_BYTES, 1)
+    with path_of(one).open("r+b") as file:
+        file.seek(layout.used_at)
+        file.write(b"\xff" * 4)
+    two = PoolEngine.open(folder, 1)
+    two.refresh()
+    two.pool.touch(A)
+    assert path_of(one).read_bytes()[layout.used_at :][:4] == bytes(4)
+
+
+def test_rows_that_are_too_small_for_the_cache_are_not_found(folder: Path) -> None:
+    """A copy of such a row would read beyond the end of the mapping."""
+    one = PoolEngine.open(folder, 3, row_bytes=100)
+    one.store(A)
+    two = PoolEngine.open(folder, 3)
+    two.refresh()
+    assert two.pool.find(A) is None
+    assert one.has(A)
+
+
 def test_the_same_bytes_undamaged_are_adopted(folder: Path) -> None:
     one = PoolEngine.open(folder, 3)
     one.store(A)
@@ -332,9 +371,10 @@ def test_damage_anywhere_in_a_segment_gives_no_error_and_no_wrong_bytes(
     path = path_of(one)
     with path.open("r+b") as file:
         for _ in range(rng.randint(1, 30)):
-            # Mostly the table, sometimes the rows; never the header.
+            # Mostly the table, sometimes the rows or the header.
             size = path.stat().st_size
-            file.seek(rng.randrange(16384, rng.choice([16384 + 4 * 113, size])))
+            end = rng.choice([16384 + 4 * 113, size, 128])
+            file.seek(rng.randrange(0 if end == 128 else 16384, end))
             file.write(rng.randbytes(1))
     two = PoolEngine.open(here, 1, 200)
     for _ in range(2):

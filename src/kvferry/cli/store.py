@@ -443,4 +443,7 @@ def _size(size_bytes: int) -> str:
 def _when(seconds: float) -> str:
     if not seconds:
         return "never"
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    try:
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    except (OSError, OverflowError, ValueError):  # a damaged segment, or a file from the year 10000
+        return "unknown"

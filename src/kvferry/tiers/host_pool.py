@@ -49,8 +49,6 @@ from kvferry.tiers.pool_segment import (
     segment_paths,
 )
 
-__all__ = ["HostPool", "MakePolicy"]
-
 MakePolicy = Callable[[int], EvictionPolicy]
 """Makes the policy of a pool with so many rows: `LruPolicy`, `ArcPolicy`."""
 
@@ -116,7 +114,7 @@ class HostPool:
         with _one_at_a_time(folder):
             remove_unfinished(folder)
             file, table = _adopt(folder, namespace, layout) or _create(folder, namespace, layout)
-        others = PoolReader(folder, namespace, but_not=[file.path])
+        others = PoolReader(folder, namespace, row_bytes, but_not=[file.path])
         return cls(table, make_policy, file, others)
 
     @classmethod
@@ -321,9 +319,11 @@ class HostPool:
         table = self._table
         is_ready = table.states == READY
         rows = np.flatnonzero(is_ready)
+        rows = rows[np.argsort(table.order[rows], kind="stable")]
+        table.count_stores(rows)
         # The earlier owner may have been killed while it changed its index.
         table.clear_index()
-        for row in rows[np.argsort(table.order[rows], kind="stable")].tolist():
+        for row in rows.tolist():
             key = table.key(row)
             if key in self._index:
                 is_ready[row] = False

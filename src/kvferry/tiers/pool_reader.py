@@ -8,8 +8,6 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
 from kvferry.tiers.base import ObjectKey, ObjectKeys
 from kvferry.tiers.keys import Namespace
 from kvferry.tiers.pool_segment import (
@@ -20,10 +18,10 @@ from kvferry.tiers.pool_segment import (
     segment_paths,
 )
 
-__all__ = ["LISTING_INTERVAL_S", "PoolReader", "SegmentInfo", "StoredRow", "list_segments"]
-
 LISTING_INTERVAL_S = 0.5
 """How often a reader looks for new segments."""
+LAST_USE = (1 << 32) - 1
+"""After so many uses, the counter of a row starts again at 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +68,7 @@ class _Segment:
         """
         row = self.table.find_row(key)
         if row is not None:
-            self.table.used[row] += np.uint32(1)
+            self.table.used[row] = (int(self.table.used[row]) + 1) & LAST_USE
         return row is not None
 
 
@@ -79,10 +77,19 @@ class PoolReader:
     key that is found may be gone before its bytes are read.
     """
 
-    def __init__(self, folder: Path, namespace: Namespace, but_not: Collection[Path] = ()) -> None:
-        """`but_not` names segments that the reader leaves out."""
+    def __init__(
+        self,
+        folder: Path,
+        namespace: Namespace,
+        row_bytes: int = 0,
+        but_not: Collection[Path] = (),
+    ) -> None:
+        """Segments with smaller rows than `row_bytes`, and those that `but_not` names, are left
+        out.
+        """
         self._folder = folder
         self._namespace = namespace
+        self._row_bytes = row_bytes
         self._but_not = frozenset(but_not)
         self._segments: dict[Path, _Segment] = {}
         self._next_listing = float("-inf")
@@ -139,7 +146,11 @@ class PoolReader:
         }
         for path in sorted(paths - self._segments.keys()):
             opened = open_for_reading(path)
-            if opened is not None and opened[0].namespace == self._namespace.digest:
+            if (
+                opened is not None
+                and opened[0].namespace == self._namespace.digest
+                and opened[0].layout.row_bytes >= self._row_bytes
+            ):
                 self._segments[path] = _Segment(*opened)
 
 

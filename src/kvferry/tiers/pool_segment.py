@@ -36,6 +36,7 @@ from enum import IntEnum
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from kvferry.errors import ConfigError
 from kvferry.tiers.base import KEY_BYTES, ObjectKey, ObjectKeys
@@ -43,37 +44,11 @@ from kvferry.tiers.files import OPEN_FLAGS
 from kvferry.tiers.keys import Namespace
 from kvferry.transports.copy.native import native_or
 
-__all__ = [
-    "READY",
-    "Header",
-    "OwnedSegment",
-    "RowState",
-    "SegmentFile",
-    "SegmentLayout",
-    "SegmentTable",
-    "adopt_segment",
-    "check_folder",
-    "create_segment",
-    "default_folder",
-    "is_locked",
-    "iter_orphans",
-    "mark_stored_by_numpy",
-    "mixed_with_key",
-    "open_for_reading",
-    "prepare_folder",
-    "private_segment",
-    "read_header",
-    "remove_orphan",
-    "remove_unfinished",
-    "segment_paths",
-]
-
 MAGIC = b"KVFROWS\0"
 SEGMENT_VERSION = 2
 HEADER_BYTES = 16 * 1024
 HEADER = struct.Struct("<8sIIQQ16sQ")
 """Magic, version, bytes of the namespace's text, row bytes, rows, namespace digest, owner's pid."""
-NUM_STORES_AT = 64
 LAST_STORE_AT = 72
 TEXT_AT = 128
 MAX_ROWS = (1 << 32) - 1
@@ -229,7 +204,7 @@ class SegmentTable:
         self._keys = whole[layout.keys_at : layout.index_at]
         self._slots = whole[layout.index_at : layout.states_at].cast("Q")
         self._states = whole[layout.states_at : layout.states_at + count]
-        self._num_stores = whole[NUM_STORES_AT : NUM_STORES_AT + 8].cast("Q")
+        self._num_stores = 0
         self._last_store = whole[LAST_STORE_AT : LAST_STORE_AT + 8].cast("d")
 
     @property
@@ -294,6 +269,13 @@ class SegmentTable:
 
     # -- changes, by the owner alone --
 
+    def count_stores(self, rows: npt.NDArray[np.intp]) -> None:
+        """Number the rows that an earlier owner has left, the oldest first. Its numbers are not
+        continued: they may be damaged.
+        """
+        self.order[rows] = np.arange(1, len(rows) + 1, dtype=np.uint64)
+        self._num_stores = len(rows)
+
     def set_state(self, row: int, state: RowState) -> None:
         self._states[row] = int(state)
 
@@ -303,8 +285,8 @@ class SegmentTable:
         """
         self._keys[KEY_BYTES * row : KEY_BYTES * (row + 1)] = key
         self._checks[row] = mixed_with_key(checksum, key)
-        self._num_stores[0] += 1
-        self.order[row] = self._num_stores[0]
+        self._num_stores += 1
+        self.order[row] = self._num_stores
         self._last_store[0] = now_s
         self._states[row] = READY
         self.add_to_index(row, key)
