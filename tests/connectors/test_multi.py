@@ -17,7 +17,7 @@ from tests.connectors.pair import (
 )
 from tests.connectors.store_connector import DUMMY, STORES, Store, child
 
-from kvferry.connectors.contract import RequestStatus
+from kvferry.connectors.contract import KVConnectorTransferResults, RequestStatus
 from kvferry.connectors.multi.connector import MultiConnector
 from kvferry.connectors.multi.stats import MultiStats
 from kvferry.errors import ConfigError
@@ -487,6 +487,71 @@ def test_a_child_that_raises_harms_no_request(
         # The peer still works: the last request loaded from it.
         assert "v" in d.seen.finished_recving
         assert "v" not in d.seen.failed_recving
+
+
+class Unclear:
+    """A value that is neither true nor false."""
+
+    def __bool__(self) -> bool:
+        raise ValueError("neither true nor false")
+
+
+def results(**changes: Any) -> KVConnectorTransferResults:
+    made = KVConnectorTransferResults()
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+WRONG_RESULTS: dict[str, list[Any]] = {
+    "get_num_new_matched_tokens": [None, 7, (7,), ("7", True), (2.7, True), (float("nan"), True)],
+    "get_transfer_results": [
+        None,
+        (set(), set()),
+        results(finished_recving=None),
+        results(finished_sending=7),
+        results(failed_recving=7),
+        results(failure_reasons=None),
+        results(given_up_recving=["r"]),
+        results(recving_times={"r": 7}),
+        results(recving_times={"r": [7]}),
+    ],
+    "get_block_ids_with_load_errors": [None, 7, {"a"}, {1.5}],
+    "get_external_cache_hit_sources": [None, 7, {"a": "b"}, [("a", 1)]],
+    "request_finished_all_groups": [
+        None,
+        (True, 7),
+        (False, {"x": object()}),
+        (False, {"x": 10**30}),
+    ],
+    "get_kv_connector_stats": [7, {}],
+    "build_connector_meta": [None],
+    "build_connector_worker_meta": [7],
+    "has_pending_push_work": [Unclear()],
+    "has_pending_block_frees": [Unclear()],
+    "take_events": [7],
+}
+
+
+@pytest.mark.parametrize(
+    ("call", "answer"),
+    [(call, answer) for call, answers in WRONG_RESULTS.items() for answer in answers],
+)
+def test_a_child_whose_results_are_of_the_wrong_type_harms_no_request(
+    network: MemoryNetwork, store: Store, call: str, answer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Sides(network, PULL, child("StoreConnector", "d")) as sides:
+        put(store, sides.d, 2)
+        store.answers = {call: answer}
+        for name in ("r", "s", "t", "u"):
+            serve(sides, name, sides.prefill(f"p of {name}"))
+            step_until(lambda: f"p of {name}" in sides.p.seen.finished_sending, sides.p, sides.d)  # noqa: B023
+            sides.d.worker.get_kv_connector_stats()
+        line = f"child connector failed child=StoreConnector call={call}"
+        assert line in caplog.messages
+        # The peer still works: the last request loaded from it.
+        assert "u" in sides.d.seen.finished_recving
+        assert "u" not in sides.d.seen.failed_recving
 
 
 @pytest.mark.parametrize("call", ["build_connector_meta", "get_transfer_results"])

@@ -376,7 +376,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> MultiKVStats | None:
         stats = MultiKVStats()
         for child, part in self._children.call_each("get_kv_connector_stats"):
-            if part is not None and not part.is_empty():
+            if part is not None:
                 stats.add(self._children.names[child], type(self._children[child]), part)
         stats.counts |= self._children.take_counts()
         if self._scheduler_half is not None:

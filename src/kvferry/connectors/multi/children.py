@@ -13,23 +13,19 @@ Not thread-safe: owned by the thread that calls the connector.
 """
 
 import logging
+import operator
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
+from kvferry.connectors.contract import KVConnectorTransferResults
 from kvferry.connectors.multi.lookup import ChildTraits
 from kvferry.errors import ConfigError
-
-__all__ = [
-    "MAX_FAILURES",
-    "SLOW_CALL_S",
-    "ChildHealth",
-    "Children",
-    "check_children",
-    "name_children",
-]
+from kvferry.events import TransferTimes
 
 MAX_FAILURES = 3
 SLOW_CALL_S = 1.0
@@ -109,40 +105,25 @@ class Children:
         is_decisive: bool = False,
         **more: Any,
     ) -> Any:
-        """Call a method of an enabled child. `default` is the result if the child is disabled or
-        raises an exception.
+        """Call a method of an enabled child. `default` is the result if the child is disabled,
+        raises an exception or returns a value of the wrong type.
         """
-        return self.guard(
-            child,
-            method,
-            lambda connector: getattr(connector, method)(*args, **more),
-            default=default,
-            is_decisive=is_decisive,
-        )
-
-    def guard(
-        self,
-        child: int,
-        name: str,
-        call: Callable[[Any], Any],
-        default: Any = None,
-        is_decisive: bool = False,
-    ) -> Any:
-        """As `call`, with a function that is given the child; `name` names the call in the log."""
         if child in self._health.disabled:
             return default
         began = self._clock()
         try:
-            result = call(self._connectors[child])
+            result = getattr(self._connectors[child], method)(*args, **more)
+            if method in _CHECKS:
+                result = _CHECKS[method](result)
         # A child may be any class, so it may raise any exception; the engine serves on without it.
         except Exception as error:
-            if name == "wait_for_save" and isinstance(error, TimeoutError):
+            if method == "wait_for_save" and isinstance(error, TimeoutError):
                 is_decisive = is_decisive and not self.traits[child].store_timeouts_are_harmless
-            self.note_failure(child, name, error, is_decisive=is_decisive)
+            self.note_failure(child, method, error, is_decisive=is_decisive)
             return default
         finally:
-            self.note_duration(child, name, self._clock() - began)
-        self._health.note_success(child, name)
+            self.note_duration(child, method, self._clock() - began)
+        self._health.note_success(child, method)
         return result
 
     def note_duration(self, child: int, call: str, duration_s: float) -> None:
@@ -242,6 +223,81 @@ class Children:
         for error in errors:
             if error is not None:
                 raise error
+
+
+# -- results --
+
+
+def _count(answer: tuple[Any, Any]) -> tuple[int | None, bool]:
+    count, is_async = answer
+    return (None, False) if count is None else (operator.index(count), bool(is_async))
+
+
+def _finish(answer: tuple[Any, Any]) -> tuple[bool, dict[str, Any] | None]:
+    is_delayed, params = answer
+    params = dict(params) if params else None
+    msgspec.msgpack.encode(params)  # raises for a value that cannot leave the engine's process
+    return bool(is_delayed), params
+
+
+def _results(part: Any) -> KVConnectorTransferResults:
+    """The results, which may be of vLLM's class."""
+    times = {request: list(each) for request, each in getattr(part, "recving_times", {}).items()}
+    for each in times.values():
+        if not all(isinstance(entry, TransferTimes) for entry in each):
+            raise TypeError(f"recving_times has an entry that is no TransferTimes: {each!r:.80}")
+    return KVConnectorTransferResults(
+        set(part.finished_sending),
+        set(part.finished_recving),
+        set(part.failed_recving),
+        dict(getattr(part, "failure_reasons", {})),
+        dict(getattr(part, "given_up_recving", {})),
+        times,
+    )
+
+
+def _ids(answer: Any) -> set[int]:
+    return {operator.index(number) for number in answer}
+
+
+def _stats(answer: Any) -> Any:
+    return None if answer is None or answer.is_empty() else answer
+
+
+def _step_message(answer: Any) -> Any:
+    if answer is None:
+        raise TypeError("there is no message for the step, so the ranks would begin no load")
+    return answer
+
+
+def _worker_meta(answer: Any) -> Any:
+    if answer is not None and not callable(getattr(answer, "aggregate", None)):
+        raise TypeError(f"the worker's message has no method aggregate: {answer!r:.80}")
+    return answer
+
+
+_CHECKS: Mapping[str, Callable[[Any], Any]] = {
+    "get_num_new_matched_tokens": _count,
+    "get_loaded_kv_cache_group_ids": lambda answer: None if answer is None else _ids(answer),
+    "get_external_cache_hit_sources": lambda answer: {
+        source: operator.index(count) for source, count in answer.items()
+    },
+    "request_finished": _finish,
+    "request_finished_all_groups": _finish,
+    "get_transfer_results": _results,
+    "get_block_ids_with_load_errors": _ids,
+    "get_kv_connector_stats": _stats,
+    "build_connector_meta": _step_message,
+    "build_connector_worker_meta": _worker_meta,
+    "register_finished_partial_tail": bool,
+    "has_pending_push_work": bool,
+    "has_urgent_work": bool,
+    "has_pending_block_frees": bool,
+    "is_load_optional": bool,
+    # A child may make its events while they are listed.
+    "take_events": lambda answer: list(answer or ()),
+}
+"""Turns the result of a child's method into one of the contract's type, or raises."""
 
 
 def name_children(names: Sequence[str]) -> list[str]:

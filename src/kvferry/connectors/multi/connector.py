@@ -196,9 +196,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
     def is_load_optional(self, request_id: str) -> bool:
         return self._scheduler.is_load_optional(
             request_id,
-            lambda child: bool(
-                self._children.call(child, "is_load_optional", request_id, default=False)
-            ),
+            lambda child: self._children.call(child, "is_load_optional", request_id, default=False),
         )
 
     def has_pending_push_work(self) -> bool:

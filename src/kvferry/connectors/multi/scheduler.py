@@ -10,14 +10,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from copy import copy
+from itertools import chain
 from typing import Any, Protocol
 
 from kvferry.connectors.multi.children import Children
 from kvferry.connectors.multi.lookup import LoadPlan, PendingLookups, find_plan
 from kvferry.connectors.multi.metadata import MultiMetadata, MultiWorkerMetadata
 from kvferry.connectors.multi.requests import FinishedTransfers, RequestState, RequestTable
-
-__all__ = ["EngineView", "MultiScheduler"]
 
 _log = logging.getLogger(__name__)
 
@@ -127,13 +126,8 @@ class MultiScheduler:
         return (None, False) if plan is None else (plan.num_tokens, plan.is_async)
 
     def _ask(self, child: int, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        count, is_async = self._children.guard(
-            child,
-            "get_num_new_matched_tokens",
-            lambda connector: _checked_count(
-                connector.get_num_new_matched_tokens(request, num_computed_tokens)
-            ),
-            default=(0, False),
+        count, is_async = self._children.call(
+            child, "get_num_new_matched_tokens", request, num_computed_tokens, default=(0, False)
         )
         request_id = str(request.request_id)
         if count is not None:
@@ -214,7 +208,7 @@ class MultiScheduler:
             self._children.call(part.child, "get_loaded_kv_cache_group_ids", request)
             for part in plan.ranges
         ]
-        stated = [set(groups) for groups in answers if groups is not None]
+        stated = [groups for groups in answers if groups is not None]
         return set.intersection(*stated) if stated else None
 
     def get_external_cache_hit_sources(
@@ -274,7 +268,7 @@ class MultiScheduler:
         # Every child is asked: the adapters to vLLM act when they are asked.
         return any(
             [
-                bool(self._next.disabled),
+                self._next.disabled,
                 *self._children.call_all("has_pending_push_work", default=False),
             ]
         )
@@ -355,12 +349,11 @@ class MultiScheduler:
         method = "request_finished_all_groups" if takes_groups else "request_finished"
         # A child that fails here may still read the blocks. It is disabled, and the engine keeps
         # the blocks until the ranks have shut the child down.
-        answer: tuple[bool, dict[str, Any] | None] = self._children.guard(
+        answer: tuple[bool, dict[str, Any] | None] = self._children.call(
             child,
             method,
-            lambda connector: _checked_finish(
-                getattr(connector, method)(request, block_ids if takes_groups else block_ids[0])
-            ),
+            request,
+            block_ids if takes_groups else block_ids[0],
             default=(True, None),
             is_decisive=True,
         )
@@ -396,17 +389,7 @@ class MultiScheduler:
         return all(result is not False for result in results)
 
     def take_events(self) -> list[Any]:
-        # A child may make its events while they are listed, so listing is guarded too.
-        return [
-            event
-            for child in self._children.enabled
-            for event in self._children.guard(
-                child,
-                "take_events",
-                lambda connector: list(connector.take_events() or ()),
-                default=(),
-            )
-        ]
+        return list(chain.from_iterable(self._children.call_all("take_events", default=())))
 
     def register_finished_partial_tail(
         self, request: Any, block_ids: tuple[list[int], ...], tails: Any
@@ -444,16 +427,6 @@ class MultiScheduler:
 
 _REFUSED = object()
 """Stands for the answer of a child that raised an exception."""
-
-
-def _checked_count(answer: tuple[int | None, bool]) -> tuple[int | None, bool]:
-    count, is_async = answer
-    return (None, False) if count is None else (int(count), bool(is_async))
-
-
-def _checked_finish(answer: tuple[bool, Any]) -> tuple[bool, dict[str, Any] | None]:
-    is_delayed, params = answer
-    return bool(is_delayed), dict(params) if params else None
 
 
 class _NextStep:

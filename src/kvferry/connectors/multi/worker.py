@@ -16,8 +16,6 @@ from kvferry.connectors.multi.metadata import MultiMetadata, MultiWorkerMetadata
 from kvferry.connectors.multi.transfers import FinishedLoad, RankTransfers
 from kvferry.errors import TransportError
 
-__all__ = ["MultiWorker"]
-
 
 class MultiWorker:
     """The children of one rank."""
@@ -152,18 +150,19 @@ class MultiWorker:
             if child in self._bound:
                 self._children.call(child, method, *args, is_decisive=is_decisive, **more)
 
-    def _absorb(self, child: int, part: Any, results: KVConnectorTransferResults) -> None:
-        """Add one child's results, which may be of vLLM's class."""
+    def _absorb(
+        self, child: int, part: KVConnectorTransferResults, results: KVConnectorTransferResults
+    ) -> None:
+        """Add one child's results."""
         name = self._children.names[child]
-        reasons = getattr(part, "failure_reasons", {})
-        for request, reason in getattr(part, "given_up_recving", {}).items():
+        for request, reason in part.given_up_recving.items():
             if self._transfers.is_loading(child, request):
                 results.given_up_recving[request] = f"{name}: {reason}"
                 self._report.given_up.setdefault(request, set()).add(child)
         for request in part.finished_recving | part.failed_recving:
             failure = None
             if request in part.failed_recving:
-                failure = f"{name}: {reasons.get(request, 'the child gave no reason')}"
+                failure = f"{name}: {part.failure_reasons.get(request, 'the child gave no reason')}"
             self._transfers.end_load(child, request, failure)
             if self._children.traits[child].reports_failed_blocks:
                 # A request that ended while it loaded has nothing to save, and LMCache reports
@@ -171,7 +170,7 @@ class MultiWorker:
                 self._transfers.end_send(child, request)
         for request in part.finished_sending:
             self._transfers.end_send(child, request)
-        for request, times in getattr(part, "recving_times", {}).items():
+        for request, times in part.recving_times.items():
             results.recving_times.setdefault(request, []).extend(times)
 
     def _add(self, load: FinishedLoad, results: KVConnectorTransferResults) -> bool:
