@@ -3,6 +3,8 @@
 import json
 import mmap
 import os
+import struct
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from secrets import token_hex
@@ -137,6 +139,66 @@ def test_a_description_of_another_namespace_is_not_believed(
     (row,) = as_json(capsys, "ls", "--disk", str(disk))["namespaces"]
     assert row["factors"] is None
     assert "unknown" in printed(capsys, "ls", "--disk", str(disk))
+
+
+@pytest.mark.parametrize("instead", ["FIFO", "link", "folder"])
+def test_a_description_that_is_no_file_is_not_read(
+    disk: Path, capsys: pytest.CaptureFixture[str], instead: str
+) -> None:
+    filled(tier_on(disk))
+    path = disk / SPACE.hex / "namespace.json"
+    path.rename(disk / "elsewhere")
+    {"FIFO": os.mkfifo, "link": lambda path: path.symlink_to("../elsewhere"), "folder": os.mkdir}[
+        instead
+    ](path)
+    for action in ("ls", "stat"):
+        (row,) = as_json(capsys, action, "--disk", str(disk))["namespaces"]
+        assert (row["objects"], row["factors"]) == (3, None)
+        printed(capsys, action, "--disk", str(disk))
+
+
+def test_stored_texts_reach_the_terminal_as_escapes(
+    disk: Path, pool: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evil = "\x1b]0;owned\x07\x7f\u202e\r\nkvferry: no damage"
+    space = Namespace({**SPACE.factors, "architecture": evil, "cache_dtype": evil, evil: evil})
+    tier_on(disk, space)
+    cache = Cache(pool)
+    cache.store(0, 0)
+    cache.pool.row(0)[17] ^= 1
+    (path,) = pool.iterdir()
+    path.rename(path.with_name(f"{SPACE.hex}-\x1b[31m.rows"))
+    for place in (["--disk", str(disk)], ["--pool", str(pool)]):
+        for action in ("ls", "stat", "verify"):
+            main(["store", action, *place])
+            lines = capsys.readouterr().out.split("\n")
+            assert [line for line in lines if not line.isprintable()] == []
+    cache.pool.close()
+
+
+def test_verify_reads_huge_files_in_small_pieces(
+    disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = filled(tier_on(disk), 5)
+    huge_bytes = 256 << 20
+    for number, key in enumerate(keys[1:]):
+        path = path_of(disk, key)
+        if number == 0:  # with the header of an object of this size
+            header = bytearray(path.read_bytes()[:4096])
+            struct.pack_into("<Q", header, 60, huge_bytes - 4096)
+            path.write_bytes(header)
+        else:
+            path.write_bytes(b"")
+        os.truncate(path, huge_bytes)
+    tracemalloc.start()
+    try:
+        (place,) = as_json(capsys, "verify", "--disk", str(disk), code=1)["places"]
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (place["sound"], place["damaged"]) == (1, 4)
+    assert sorted(each["condition"] for each in place["objects"]) == ["damaged"] * 3 + ["unproven"]
+    assert peak_bytes < 32 << 20
 
 
 def test_verify_finds_every_damaged_object_and_removes_only_those(
@@ -382,7 +444,9 @@ def test_a_bucket_is_listed_checked_and_cleared_like_a_folder(
     rows = as_json(capsys, "ls", *flags)["namespaces"]
     assert {row["namespace"]: row["objects"] for row in rows} == {SPACE.hex: 5, OTHER.hex: 2}
     assert {row["factors"]["tp_rank"] for row in rows} == {0, 1}
-    assert as_json(capsys, "verify", *flags)["places"][0]["sound"] == 7
+    large = new_key()
+    assert tiers[1].store(large, payload_of(large, 5 << 20)).outcome is StoreOutcome.STORED
+    assert as_json(capsys, "verify", *flags)["places"][0]["sound"] == 8
 
     path = f"/{name}/kvferry/{SPACE.hex}/{keys[2].hex()}"
     status, stored = request(server, "GET", path)

@@ -24,6 +24,7 @@ from kvferry.config import ClusterSecret, ObjectTierConfig
 from kvferry.config.private_files import runtime_directory
 from kvferry.config.secret import FILE_NAME, FILE_VARIABLE, TEXT_VARIABLE
 from kvferry.errors import ConfigError
+from kvferry.logs import one_line
 from kvferry.tiers.inventory.base import Inventory, NamespaceSummary
 from kvferry.tiers.inventory.disk import DiskInventory
 from kvferry.tiers.inventory.pool import PoolInventory
@@ -237,10 +238,8 @@ def _stat(arguments: argparse.Namespace, places: Sequence[_Place]) -> int:
                 if segment.is_live
                 else f"without an owner since process {segment.owner_pid} ended"
             )
-            print(
-                f"  {segment.path}: {_size(segment.total_bytes)}, {segment.num_objects:,} of "
-                f"{segment.num_rows:,} rows in use, {owner}"
-            )
+            rows = f"{segment.num_objects:,} of {segment.num_rows:,} rows in use"
+            print(one_line(f"  {segment.path}: {_size(segment.total_bytes)}, {rows}, {owner}"))
     factors = next((summary.factors for _, summary in found if summary.factors), None)
     if factors is None:
         print("what its objects depend on is not known: no storage has a valid description")
@@ -248,7 +247,7 @@ def _stat(arguments: argparse.Namespace, places: Sequence[_Place]) -> int:
     print("its objects depend on:")
     width = min(40, max(map(len, factors)))
     for name, value in sorted(factors.items()):
-        print(f"  {name:<{width}}  {json.dumps(value)}")
+        print(one_line(f"  {name:<{width}}  {json.dumps(value)}"))
     return 0
 
 
@@ -325,7 +324,7 @@ def _verified(place: _Place, result: Verification, on_damage: OnDamage) -> Itera
         f"{result.num_bad:,} damaged, {result.num_unchecked:,} could not be checked"
     )
     for bad in result.bad[:MAX_SHOWN]:
-        yield f"  {bad.namespace} {bad.name} {bad.result.reason}"
+        yield one_line(f"  {bad.namespace} {bad.name} {bad.result.reason}")
     unlisted = result.num_bad + result.num_unchecked - min(MAX_SHOWN, len(result.bad))
     if unlisted:
         yield f"  and {unlisted:,} more; --json lists up to 1,000"
@@ -425,7 +424,7 @@ class _Progress:
 
 
 def _table(head: list[str], body: list[list[str]]) -> list[str]:
-    rows = [head, *body]
+    rows = [[one_line(cell) for cell in row] for row in (head, *body)]
     widths = [max(len(row[n]) for row in rows if n < len(row)) for n in range(len(head))]
     return [
         "  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False))

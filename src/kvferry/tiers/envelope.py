@@ -14,14 +14,13 @@ BLAKE3 has 5 GB/s (docs/decisions/052-persistent-tiers.md).
 
 import hmac
 import struct
+from collections.abc import Iterable
 from enum import Enum
 
 from blake3 import blake3
 
 from kvferry.tiers.base import ObjectKey
 from kvferry.tiers.keys import FORMAT_VERSION
-
-__all__ = ["HEADER_BYTES", "Envelope", "Refusal"]
 
 HEADER_BYTES = 4096
 MAGIC = b"kvferry\0"
@@ -56,7 +55,7 @@ class Envelope:
         """Return the header that makes this payload an object."""
         fields = _FIELDS.pack(MAGIC, FORMAT_VERSION, self._namespace, key, len(payload))
         signed = fields.ljust(_SIGNED_BYTES, b"\0")
-        return signed + self._mac(signed, payload)
+        return signed + self._mac(signed, [payload])
 
     def check(
         self, key: ObjectKey, header: memoryview, payload: memoryview, stored_bytes: int
@@ -66,15 +65,13 @@ class Envelope:
         `stored_bytes` is the size of the whole object in the storage. `header` is shorter than
         `HEADER_BYTES` if the object is.
         """
-        refusal = self._check_fields(key, header, len(payload), stored_bytes)
-        if refusal is not None:
-            return refusal
-        mac = self._mac(header[:_SIGNED_BYTES], payload)
-        return None if hmac.compare_digest(header[_SIGNED_BYTES:], mac) else Refusal.BAD_MAC
+        refusal = self.check_header(key, header, stored_bytes)
+        if refusal is None and stored_bytes != HEADER_BYTES + len(payload):
+            return Refusal.OTHER_LENGTH
+        return refusal or self.check_payload(header, [payload])
 
-    def _check_fields(
-        self, key: ObjectKey, header: memoryview, payload_bytes: int, stored_bytes: int
-    ) -> Refusal | None:
+    def check_header(self, key: ObjectKey, header: memoryview, stored_bytes: int) -> Refusal | None:
+        """Return why the object may not be used, as far as its header tells."""
         if header[: len(MAGIC)] != MAGIC:
             return Refusal.NOT_AN_OBJECT
         if len(header) < HEADER_BYTES:
@@ -86,11 +83,17 @@ class Envelope:
             return Refusal.OTHER_NAMESPACE
         if sealed_key != key:
             return Refusal.OTHER_KEY
-        if sealed_bytes != payload_bytes or stored_bytes != HEADER_BYTES + payload_bytes:
-            return Refusal.OTHER_LENGTH
-        return None
+        return None if stored_bytes == HEADER_BYTES + sealed_bytes else Refusal.OTHER_LENGTH
 
-    def _mac(self, signed: bytes | memoryview, payload: memoryview) -> bytes:
-        # Both calls release the GIL. The payload comes first: BLAKE3 hashes a long input in larger
+    def check_payload(self, header: memoryview, pieces: Iterable[memoryview]) -> Refusal | None:
+        """Check a whole object after `check_header`. The pieces of its payload are used in turn."""
+        mac = self._mac(header[:_SIGNED_BYTES], pieces)
+        return None if hmac.compare_digest(header[_SIGNED_BYTES:], mac) else Refusal.BAD_MAC
+
+    def _mac(self, signed: bytes | memoryview, pieces: Iterable[memoryview]) -> bytes:
+        # The updates release the GIL. The payload comes first: BLAKE3 hashes a long input in larger
         # parts at once if nothing shorter is before it (9 % of the time for 256 KiB).
-        return blake3(payload, key=self._mac_key).update(signed).digest()
+        mac = blake3(key=self._mac_key)
+        for piece in pieces:
+            mac.update(piece)
+        return mac.update(signed).digest()

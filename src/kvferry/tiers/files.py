@@ -2,6 +2,7 @@
 
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
 
 OPEN_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -12,11 +13,22 @@ class DamagedFile(OSError):
     """A file is not as it was written."""
 
 
-def read_regular_file(path: str | Path, max_bytes: int) -> bytes:
-    """The first `max_bytes` of a file. OSError for anything that is not a regular file; a link is
-    not followed.
+def open_regular_file(path: str | Path) -> BufferedReader:
+    """Open a file for reading. OSError for anything that is not a regular file; a link is not
+    followed.
     """
-    with open(path, "rb", opener=lambda path, flags: os.open(path, flags | OPEN_FLAGS)) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise DamagedFile(f"{path} is not a file")
+    return open(path, "rb", opener=_open_regular)
+
+
+def read_regular_file(path: str | Path, max_bytes: int) -> bytes:
+    """The first `max_bytes` of a file. Raises like `open_regular_file`."""
+    with open_regular_file(path) as file:
         return file.read(max_bytes)
+
+
+def _open_regular(path: str, flags: int) -> int:
+    opened = os.open(path, flags | OPEN_FLAGS)
+    if stat.S_ISREG(os.fstat(opened).st_mode):
+        return opened
+    os.close(opened)
+    raise DamagedFile(f"{path} is not a file")

@@ -148,7 +148,7 @@ def find_longest(
             if damage is None:
                 return count, damages
             damages.append(damage)
-            if isinstance(damage, (DamagedFile, FileNotFoundError, IsADirectoryError)):
+            if isinstance(damage, (DamagedFile, FileNotFoundError)):
                 for folders in ranks:
                     folders.remove(key)
     return 0, damages

@@ -13,16 +13,6 @@ from typing import Any, Protocol
 
 from kvferry.tiers.keys import Namespace
 
-__all__ = [
-    "CheckResult",
-    "Condition",
-    "Inventory",
-    "NamespaceSummary",
-    "NoteProgress",
-    "SegmentSummary",
-    "factors_of",
-]
-
 MAX_TEXT_BYTES = 1 << 20
 """The longest description of a namespace that is read."""
 
@@ -122,9 +112,9 @@ def factors_of(namespace: str, text: bytes) -> Mapping[str, Any] | None:
     """
     try:
         factors = json.loads(text)
+        if not isinstance(factors, dict):
+            return None
+        factors.pop("format", None)
+        return factors if Namespace(factors).hex == namespace else None
     except (ValueError, RecursionError):
         return None
-    if not isinstance(factors, dict):
-        return None
-    factors.pop("format", None)
-    return factors if Namespace(factors).hex == namespace else None

@@ -14,7 +14,7 @@ from kvferry.tiers.inventory.base import (
     NoteProgress,
     factors_of,
 )
-from kvferry.tiers.inventory.disk import MAX_OBJECT_BYTES, checked
+from kvferry.tiers.inventory.disk import PIECE_BYTES, checked
 from kvferry.tiers.keys import NAMESPACE_FILE
 from kvferry.tiers.object_store import (
     Bucket,
@@ -25,8 +25,6 @@ from kvferry.tiers.object_store import (
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
-
-__all__ = ["BucketInventory"]
 
 LIST_SIZE = 1000
 """Objects per request of a listing and of a removal: what S3 allows."""
@@ -74,14 +72,12 @@ class BucketInventory:
         try:
             with _sentences():
                 result = self._store.get(f"{namespace}/{name}")
-                if result.meta["size"] > MAX_OBJECT_BYTES:
-                    return CheckResult(Condition.DAMAGED, "is larger than any chunk")
-                stored = memoryview(result.bytes())
+                pieces = (memoryview(each) for each in result.stream(min_chunk_size=PIECE_BYTES))
+                return checked(self._secret, namespace, name, result.meta["size"], pieces)
         except FileNotFoundError:
             return CheckResult(Condition.GONE)
         except TransportError as error:
             return CheckResult(Condition.UNCHECKED, f"cannot be read: {error}")
-        return checked(self._secret, namespace, name, stored)
 
     def remove(self, namespace: str, names: Sequence[str]) -> int:
         with _sentences():

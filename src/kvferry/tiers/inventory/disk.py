@@ -1,10 +1,11 @@
 """What the folder of a disk tier holds. `kvferry.tiers.disk_space` has the names of the files."""
 
 import os
-import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from io import BufferedReader
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from kvferry.tiers.disk_space import (
     OBJECT_NAME,
 )
 from kvferry.tiers.envelope import HEADER_BYTES, Envelope, Refusal
-from kvferry.tiers.files import OPEN_FLAGS, read_regular_file
+from kvferry.tiers.files import DamagedFile, open_regular_file, read_regular_file
 from kvferry.tiers.inventory.base import (
     MAX_TEXT_BYTES,
     CheckResult,
@@ -31,6 +32,8 @@ from kvferry.tiers.keys import NAMESPACE_FILE
 
 MAX_OBJECT_BYTES = 4 << 30
 """Larger files are refused unread. No engine has chunks of this size."""
+PIECE_BYTES = 1 << 20
+"""What is read of an object at once."""
 
 
 class DiskInventory:
@@ -77,23 +80,15 @@ class DiskInventory:
 
     def check(self, namespace: str, name: str) -> CheckResult:
         try:
-            opened = os.open(self._path(namespace, name), os.O_RDONLY | OPEN_FLAGS)
+            with open_regular_file(self._path(namespace, name)) as file:
+                stored_bytes = os.fstat(file.fileno()).st_size
+                return checked(self._secret, namespace, name, stored_bytes, _pieces(file))
         except FileNotFoundError:
             return CheckResult(Condition.GONE)
-        except OSError as error:
-            return CheckResult(Condition.UNCHECKED, f"cannot be opened: {error.strerror}")
-        try:
-            found = os.fstat(opened)
-            if not stat.S_ISREG(found.st_mode):
-                return CheckResult(Condition.DAMAGED, "is not a file")
-            if found.st_size > MAX_OBJECT_BYTES:
-                return CheckResult(Condition.DAMAGED, "is larger than any chunk")
-            stored = _read(opened, found.st_size)
+        except DamagedFile:
+            return CheckResult(Condition.DAMAGED, "is not a file")
         except OSError as error:
             return CheckResult(Condition.UNCHECKED, f"cannot be read: {error.strerror}")
-        finally:
-            os.close(opened)
-        return checked(self._secret, namespace, name, stored)
 
     def remove(self, namespace: str, names: Sequence[str]) -> int:
         # An engine may have replaced a damaged object since the check. Removing the new one costs
@@ -147,30 +142,36 @@ class DiskInventory:
         return f"{self._root}/{namespace}/{name[:2]}/{name}"
 
 
-def checked(secret: bytes, namespace: str, name: str, stored: memoryview) -> CheckResult:
-    """Check the bytes of a stored object whose name is its key in hex."""
+def checked(
+    secret: bytes, namespace: str, name: str, stored_bytes: int, pieces: Iterator[memoryview]
+) -> CheckResult:
+    """Check a stored object whose name is its key in hex. The first piece is not shorter than the
+    header, if the object is not; it is the only one that is read unless the header is right.
+    """
+    if stored_bytes > MAX_OBJECT_BYTES:
+        return CheckResult(Condition.DAMAGED, "is larger than any chunk")
     envelope = Envelope(secret, bytes.fromhex(namespace))
-    key = ObjectKey(bytes.fromhex(name))
-    refusal = envelope.check(key, stored[:HEADER_BYTES], stored[HEADER_BYTES:], len(stored))
+    first = next(pieces, memoryview(b""))
+    header = memoryview(bytes(first[:HEADER_BYTES]))  # the pieces may share one buffer
+    refusal = envelope.check_header(ObjectKey(bytes.fromhex(name)), header, stored_bytes)
+    if refusal is None:
+        refusal = envelope.check_payload(header, chain([first[HEADER_BYTES:]], pieces))
     if refusal is None:
         return CheckResult(Condition.SOUND)
     is_unproven = refusal is Refusal.BAD_MAC
     return CheckResult(Condition.UNPROVEN if is_unproven else Condition.DAMAGED, refusal.value)
 
 
-def _read(opened: int, size_bytes: int) -> memoryview:
-    """Read a file as far as it goes; a truncated object is refused by its length."""
-    buffer = memoryview(bytearray(size_bytes))
-    num_read = 0
-    while num_read < size_bytes:
-        count = os.preadv(opened, [buffer[num_read:]], num_read)
-        if not count:
-            break
-        num_read += count
-    # A walk needs no byte twice, so it leaves the page cache to others.
-    with suppress(OSError):
-        os.posix_fadvise(opened, 0, 0, os.POSIX_FADV_DONTNEED)
-    return buffer[:num_read]
+def _pieces(file: BufferedReader) -> Iterator[memoryview]:
+    """The bytes of a file. Each piece is overwritten by the next one."""
+    buffer = memoryview(bytearray(PIECE_BYTES))
+    for _ in range(0, MAX_OBJECT_BYTES, PIECE_BYTES):
+        if not (count := file.readinto(buffer)):
+            return
+        yield buffer[:count]
+        # A walk needs no byte twice, so it leaves the page cache to others.
+        with suppress(OSError):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _entries(path: str | Path) -> "Iterator[os.DirEntry[str]]":

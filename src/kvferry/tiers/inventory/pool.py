@@ -34,8 +34,6 @@ from kvferry.tiers.pool_segment import (
 from kvferry.transports.base import RowBlocks, RowCopier
 from kvferry.types import Region
 
-__all__ = ["MakeCopier", "PoolInventory"]
-
 MakeCopier = Callable[[Sequence[Region]], RowCopier]
 ATTEMPTS = 3
 """The owner may overwrite a row and its entry while the row is copied."""
@@ -166,7 +164,7 @@ def _group_checkers(
         for group, block_bytes, _ in factors["regions"]:
             groups[int(group)].append(int(block_bytes))
         return [_GroupChecker(sizes, num_blocks, make) for _, sizes in sorted(groups.items())]
-    except (AssertionError, KeyError, TypeError, ValueError):
+    except (AssertionError, KeyError, OSError, OverflowError, TypeError, ValueError):
         return None
 
 
