@@ -65,7 +65,8 @@ def test_legs_meet_whichever_is_first_by_equal_ids_or_by_ids_without_their_tails
     legs: Legs, first: str, of_p: str, of_d: str
 ) -> None:
     if first == "p":
-        legs.compute(None, name=of_p)
+        # vllm-router starts both legs at once behind a P that says so.
+        assert legs.compute(None, name=of_p)["transfer_mode"] == "push"
         legs.until("num_leases", 1)
         begin(legs, of_d)
     else:

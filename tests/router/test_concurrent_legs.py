@@ -33,7 +33,6 @@ PUSHED = {
     "remote_host": "127.0.0.1",
     "remote_port": 5600,
     "ticket": "ticket-1",
-    "transfer_mode": "push",
     "remote_engine_id": "p",
     "remote_epoch": "e1",
     "tp_size": 2,

@@ -32,8 +32,10 @@ from tests.vllm.abused_cluster import kill
 from tests.vllm.documented import documented
 from tests.vllm.fleet import Fleet, ready
 from tests.vllm.right import BYTES_PER_TOKEN, CHATS, PROMPTS, Right, chat
+from tests.vllm.test_routers import assert_serves_random_requests, start_vllm_router
 from tests.vllm.vllm_asking import ONLY_THE_BEST, assert_free, stream
 
+from kvferry.cli.cluster.vllm_servers import free_ports
 from kvferry.config import ClusterSecret
 from kvferry.protocol.tickets import PushTicket, PushTicketKey
 
@@ -216,6 +218,45 @@ def test_chats_streams_and_choices_equal_a_plain_vllms(right: Right, pushing: Pu
             await assert_free(session, pushing.p, pushing.d, timeout_s=SOON_S)
 
     asyncio.run(check())
+
+
+def test_engines_that_push_pull_behind_vllm_router(pushing: Pushing) -> None:
+    """vllm-router would drop the ticket of a P whose answer says that it pushes."""
+    router = start_vllm_router(pushing.fleet, pushing.p, pushing.d)
+    ready(router)
+    asyncio.run(assert_serves_random_requests(router, pushing.p, pushing.d, seed=30))
+    pushing.fleet.stop(router)
+
+
+@pytest.mark.exhaustive
+def test_engines_that_list_each_other_in_peers_push_behind_vllm_router(
+    tmp_path: Path, model: Path
+) -> None:
+    http_p, side_channel_p, http_d, side_channel_d = free_ports(4)
+    transfer = documented("Push")[0].transfer
+    with Fleet(tmp_path, model) as fleet:
+        p, d = (
+            fleet.vllm(
+                name,
+                transfer=transfer,
+                extra={**PATIENT, "peers": [f"localhost:{peer}"]},
+                ports=ports,
+                cores=cores,
+            )
+            for name, ports, peer, cores in (
+                ("prefill", (http_p, side_channel_p), side_channel_d, "0"),
+                ("decode", (http_d, side_channel_d), side_channel_p, "1"),
+            )
+        )
+        router = start_vllm_router(fleet, p, d)
+        ready(p, d, router)
+
+        async def check() -> None:
+            await assert_serves_random_requests(router, p, d, seed=31)
+            async with new_session() as session:
+                assert (await metrics(session, d))[PUSHED[0]] > 0
+
+        asyncio.run(check())
 
 
 @pytest.mark.parametrize("first", ["p", "d"])

@@ -12,8 +12,9 @@ from typing import Any
 import aiohttp
 import pytest
 from tests.e2e.harness import Engine, Prompt, ask, metrics, new_session, post, until
+from tests.e2e.random_answers import give_all, random_requests
 from tests.router.stubs import StubEngine, prefills, stub_engine
-from tests.vllm.abused_cluster import SOON_S, fresh
+from tests.vllm.abused_cluster import FAILED, FINISHED, SOON_S, fresh
 from tests.vllm.conftest import Trio
 from tests.vllm.fleet import ROOT, Fleet, ready
 from tests.vllm.vllm_asking import ONLY_THE_BEST, assert_free, stream
@@ -121,6 +122,24 @@ def start_vllm_router(fleet: Fleet, p: Engine, d: Engine) -> Engine:
     )
 
 
+async def assert_serves_random_requests(router: Engine, p: Engine, d: Engine, seed: int) -> None:
+    """Check that 48 chats and completions, most of them streamed, get the answers of one engine,
+    that D loads the KV of each, and that P holds no block for them afterwards.
+    """
+    asked = random_requests(48, seed, {})
+    async with new_session() as session:
+        before = await metrics(session, d)
+        given = await give_all(router, asked)
+        after = await metrics(session, d)
+        loads = [after.get(name, 0) - before.get(name, 0) for name in (FINISHED, FAILED)]
+        assert [answer.error for answer in given] == [""] * len(asked)
+        # P without a router is one engine.
+        for request, one, right in zip(asked, given, await give_all(p, asked), strict=True):
+            assert one == right, request
+        assert loads == [len(asked), 0]
+        await assert_free(session, p, d, timeout_s=SOON_S)
+
+
 async def moved_bytes(session: aiohttp.ClientSession, engine: Engine) -> float:
     return (await metrics(session, engine))["vllm:nixl_bytes_transferred_sum"]
 
@@ -200,6 +219,11 @@ def test_streams_and_chats_give_the_answers_of_one_engine(routed: Routed) -> Non
             await assert_free(session, routed.p, routed.d, timeout_s=SOON_S)
 
     asyncio.run(check())
+
+
+def test_random_requests_get_the_answers_of_one_engine(routed: Routed) -> None:
+    seed = random.Random(routed.name).randrange(1000)
+    asyncio.run(assert_serves_random_requests(routed.router, routed.p, routed.d, seed))
 
 
 def test_four_choices_of_one_request_read_one_lease_and_leave_none(routed: Routed) -> None:

@@ -435,8 +435,14 @@ class PushMode:
         return LeaseGrant(stream.serial, (CloseStream(request, copied),))
 
     def ticket_params(self, ticket: Ticket) -> dict[str, Any]:
-        push = {"transfer_mode": "push", "remote_epoch": ticket.epoch}
-        return self._issuer.ticket_params(ticket) | push
+        """A pull ticket, because no D may have registered. `remote_epoch` tells kvferry's router
+        that this engine pushes.
+
+        vllm-router reads `transfer_mode`: if it is push, the router sends D parameters of its own,
+        which lack the ticket and are of use only if the engines list each other in `peers`.
+        """
+        params = {**self._issuer.ticket_params(ticket), "remote_epoch": ticket.epoch}
+        return params | {"transfer_mode": "push"} if self._extra.peers else params
 
     def finish_prefill_leg(
         self, request: Request, role: PrefillForPeer, params: Mapping[str, Any] | None

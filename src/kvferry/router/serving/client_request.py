@@ -161,7 +161,6 @@ class PushSource:
             "remote_host": self.side_channel.host,
             "remote_port": self.side_channel.port,
             "tp_size": self.tp_size,
-            "transfer_mode": "push",
             "push_ticket": push_ticket,
         }
         return Handover(
@@ -415,9 +414,9 @@ class _Params(msgspec.Struct, gc=False):
     remote_port: int | None = None
     side_channel_port: int | None = None
     """Set by a P with `interop`, whose `remote_port` is for stock decode sides."""
-    transfer_mode: str | None = None
     remote_engine_id: str | None = None
     remote_epoch: str | None = None
+    """Set by a P that pushes."""
     tp_size: int | None = None
 
 
@@ -447,11 +446,7 @@ def read_prefill_answer(body: bytes) -> Handover | None:
 
 
 def _push_source(params: _Params, address: Address | None) -> PushSource | None:
-    if (
-        params.transfer_mode != "push"
-        or address is None
-        or not (params.remote_engine_id and params.remote_epoch and params.tp_size)
-    ):
+    if address is None or not (params.remote_engine_id and params.remote_epoch and params.tp_size):
         return None
     return PushSource(params.remote_engine_id, params.remote_epoch, address, params.tp_size)
 
