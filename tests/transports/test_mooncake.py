@@ -142,6 +142,17 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert agents() == []
 
 
+def test_the_agent_gets_no_secret_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("KVFERRY_SECRET", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "OPENAI_API_KEY"):
+        monkeypatch.setenv(name, "a secret")
+    monkeypatch.setenv("MC_LOG_LEVEL", "WARNING")
+    with side(1):
+        (agent,) = agents()
+        environ = agent.environ()
+    assert "a secret" not in environ.values()
+    assert (environ["MC_LOG_LEVEL"], environ["GLOG_minloglevel"]) == ("WARNING", "2")
+
+
 @pytest.mark.skipif(Path("/sys/class/infiniband").exists(), reason="this host has RDMA devices")
 def test_rdma_without_a_device_is_refused() -> None:
     """Mooncake itself would use tcp instead, without a word."""

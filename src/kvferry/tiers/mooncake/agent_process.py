@@ -15,10 +15,9 @@ from multiprocessing.connection import Connection
 import msgspec
 
 from kvferry.errors import MissingDependency
+from kvferry.mooncake_environment import mooncake_environment
 from kvferry.tiers.mooncake.agent import AgentSettings, Call, LaneFiles
 from kvferry.types import Address
-
-__all__ = ["AgentFailed", "AgentProcess", "Lane", "MooncakePlace"]
 
 NUM_LANES = 8
 IMPORT_S = 30.0
@@ -26,7 +25,7 @@ IMPORT_S = 30.0
 CLOSE_S = 7.0
 """Longer than the agent needs to take lent memory out of the store."""
 KILL_S = 5.0
-ENVIRONMENT = {
+DEFAULTS = {
     # Mooncake logs a dozen lines when it starts.
     "MC_LOG_LEVEL": "ERROR",
     # Otherwise a call waits 30 s for a master that hangs.
@@ -206,7 +205,7 @@ class AgentProcess:
             pass_fds=[settings.control, *(fd for lane in files for fd in (lane.pipe, lane.memory))],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            env=_environment(),
+            env=mooncake_environment(os.environ, DEFAULTS),
             # Ctrl-C in a terminal is for the engine, which then closes the tier.
             start_new_session=True,
         )
@@ -243,9 +242,3 @@ class AgentProcess:
 
 def _json(settings: AgentSettings) -> str:
     return msgspec.json.encode(settings).decode()
-
-
-def _environment() -> dict[str, str]:
-    """The environment of the process, which strangers can reach: without the cluster's secret."""
-    ours = {name: text for name, text in os.environ.items() if not name.startswith("KVFERRY_")}
-    return ENVIRONMENT | ours

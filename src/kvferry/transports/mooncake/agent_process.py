@@ -18,6 +18,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from kvferry.errors import MissingDependency
+from kvferry.mooncake_environment import mooncake_environment
 from kvferry.transports.mooncake.agent import AgentSettings, ReadCall
 
 START_S = 30.0
@@ -25,7 +26,7 @@ START_S = 30.0
 RESTART_S = 1.0
 """The shortest time between two starts."""
 KILL_S = 5.0
-ENVIRONMENT = {
+DEFAULTS = {
     # Mooncake logs a dozen lines when it starts, and each connection that fails.
     "MC_LOG_LEVEL": "ERROR",
     "GLOG_minloglevel": "2",
@@ -182,7 +183,7 @@ class AgentProcess(Generic[T]):
                 pass_fds=[pipe.fileno() for pipe in pipes] + [settings.listener, settings.memory],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env=_environment(),
+                env=mooncake_environment(os.environ, DEFAULTS),
                 # Ctrl-C in a terminal is for the engine, which then closes the transport.
                 start_new_session=True,
             )
@@ -202,9 +203,3 @@ class AgentProcess(Generic[T]):
 
 def _json(settings: AgentSettings) -> str:
     return msgspec.json.encode(settings).decode()
-
-
-def _environment() -> dict[str, str]:
-    """The environment of the process, which strangers can reach: without the cluster's secret."""
-    ours = {name: text for name, text in os.environ.items() if not name.startswith("KVFERRY_")}
-    return ENVIRONMENT | ours
