@@ -5,12 +5,20 @@ range of each and refuses what Python's own int() and float() would let through.
 import argparse
 import math
 import re
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import pytest
 
 from kvferry.cli import bench, main
 from kvferry.cli.arguments import Number, Parser
+from kvferry.cli.register import check_router_url
+from kvferry.config import (
+    KVTransferConfig,
+    NixlExtraConfig,
+    P2pNcclExtraConfig,
+    SideChannelConfig,
+)
+from kvferry.config.extra import DecodeBenchExtraConfig, MooncakeExtraConfig
 from kvferry.config.fields import (
     Count,
     Natural,
@@ -25,7 +33,28 @@ from kvferry.config.fields import (
 from kvferry.config.fields import (
     Number as AnyNumber,
 )
+from kvferry.config.offloading import (
+    CpuTierConfig,
+    DiskTierConfig,
+    MooncakeTierConfig,
+    ObjectTierConfig,
+    OffloadingExtraConfig,
+)
+from kvferry.engine.options import EngineOptions
 from kvferry.errors import ConfigError
+from kvferry.router.fleet.health import HealthOptions
+from kvferry.router.fleet.instances import Role, parse_instance
+from kvferry.router.fleet.registration import Statement
+from kvferry.router.fleet.services import DiscoveryOptions
+from kvferry.router.options import (
+    ConversationOptions,
+    RouterLimits,
+    RouterOptions,
+    RoutingOptions,
+    Timeouts,
+)
+from kvferry.router.serving.admission import AdmissionOptions
+from kvferry.types import Address
 
 HOSTILE_TEXTS = (
     *("", " ", "nan", "NaN", "-nan", "inf", "-inf", "+inf", "Infinity", "infinity", "1e309"),
@@ -112,6 +141,34 @@ def test_no_flag_reads_a_number_in_another_way() -> None:
     }
     assert others == set()
     assert len(NUMERIC) > 50
+
+
+SETTINGS = (
+    *(KVTransferConfig, NixlExtraConfig, MooncakeExtraConfig, P2pNcclExtraConfig),
+    *(OffloadingExtraConfig, CpuTierConfig, DiskTierConfig, MooncakeTierConfig, ObjectTierConfig),
+    *(DecodeBenchExtraConfig, SideChannelConfig, EngineOptions, RouterOptions, Timeouts),
+    *(RouterLimits, RoutingOptions, ConversationOptions, HealthOptions, AdmissionOptions),
+    *(DiscoveryOptions, Statement),
+)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_every_setting_that_is_a_number_has_a_range(settings: type) -> None:
+    for name, hint in get_type_hints(settings, include_extras=True).items():
+        assert not {int, float} & {hint, *get_args(hint)} or get_origin(hint) is Annotated, name
+
+
+@pytest.mark.parametrize("port", HOSTILE_TEXTS)
+def test_an_address_with_a_port_that_is_no_number_is_refused(port: str) -> None:
+    assert Address.parse(f"host:{port}") is None
+    # Python removes space around an address, as our variables allow space around a value.
+    if port.strip() == port != "":
+        with pytest.raises(ConfigError, match="SIDE_CHANNEL_PORT must be a port number from 0 to"):
+            SideChannelConfig.from_environment({"KVFERRY_SIDE_CHANNEL_PORT": port})
+        with pytest.raises(ConfigError):
+            parse_instance(Role.DECODE, f"http://host:{port}")
+        with pytest.raises(ConfigError):
+            check_router_url(f"http://host:{port}")
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,11 @@
 Pure: no behaviour beyond construction, comparison and derived sizes.
 """
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
-from typing import NewType
+from typing import NewType, Self
 
 __all__ = [
     "Address",
@@ -63,6 +64,13 @@ class Address:
 
     host: str
     port: int
+
+    @classmethod
+    def parse(cls, text: str) -> Self | None:
+        """The address that `HOST:PORT` or `[HOST]:PORT` names; None for other text and port 0."""
+        host, _, port = text.rpartition(":")
+        is_port = re.fullmatch("[0-9]{1,5}", port) is not None and 0 < int(port) < 65536
+        return cls(host.strip("[]"), int(port)) if host and is_port else None
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"

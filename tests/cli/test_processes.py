@@ -91,13 +91,14 @@ def test_an_announced_address_is_read_back() -> None:
     os.close(reading)
 
 
-@pytest.mark.parametrize("value", [None, "", "x", "-1", "99999"])
+@pytest.mark.parametrize("value", [None, "", "x", "-1", "99999", "9" * 30, "１"])
 def test_without_a_waiting_parent_nothing_is_announced(value: str | None) -> None:
     announce_address(Address("h", 1), {} if value is None else {"KVFERRY_ANNOUNCE_FD": value})
 
 
 @pytest.mark.parametrize(
-    "line", [b"", b"\n", b"host", b"host x", b"host 0", b"host 70000", b"\xff 1 2"]
+    "line",
+    [b"", b"\n", b"host", b"host:x", b"host:0", b"host:70000", b":1", b"host:" + b"1" * 5000],
 )
 def test_what_is_no_address_is_none(line: bytes) -> None:
     assert parse_announcement(line) is None

@@ -5,6 +5,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -147,6 +149,35 @@ def test_a_completion_and_what_the_transports_carried_are_read_over_http(tmp_pat
         assert not is_healthy(address)
         with pytest.raises(TransportError, match="did not answer POST"):
             complete(address, {"prompt": "x"}, timeout_s=10)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e309", "-1", "true", '"5"', "9" * 400])
+def test_a_server_whose_numbers_are_none_has_failed(number: str) -> None:
+    class Server(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._answer(f'kvferry:transfer_bytes_total{{transport="shm"}} {number}\n')
+
+        def do_POST(self) -> None:
+            usage = f'"usage": {{"completion_tokens": {number}}}'
+            self._answer(f'{{"choices": [{{"text": "hello"}}], {usage}}}')
+
+        def _answer(self, text: str) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+    with HTTPServer(("127.0.0.1", 0), Server) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            address = Address("127.0.0.1", server.server_port)
+            with pytest.raises(TransportError, match="cannot be parsed"):
+                read_transport_totals(address)
+            with pytest.raises(TransportError, match="answered the sample request"):
+                complete(address, {"prompt": "x"}, timeout_s=60)
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def test_what_several_instances_carried_is_added_up_by_transport() -> None:

@@ -115,7 +115,7 @@ def test_with_startup_fill_the_whole_cache_is_filled_once() -> None:
 
 
 def test_settings_are_checked() -> None:
-    with pytest.raises(ConfigError, match="fill_std is -1"):
+    with pytest.raises(ConfigError, match="fill_std must be a number of at least 0"):
         Side(fill_std=-1.0)
     with pytest.raises(ConfigError, match="fill_men"):
         Side(fill_men=1.0)

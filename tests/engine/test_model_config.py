@@ -358,6 +358,7 @@ REFUSED = [
     ),
     ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
     ({"rope_theta": 0}, "rope_theta must be a positive number"),
+    ({"rope_theta": 10**400}, "rope_theta must be a positive number"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
     ({"dtype": "int8"}, "dtype must be one of float32"),
     ({"dtype": 5}, "dtype must be one of float32"),

@@ -1,10 +1,13 @@
 import asyncio
+from dataclasses import fields
+from types import NoneType
 
 import pytest
 
 from kvferry.errors import ConfigError
 from kvferry.router.app import RouterApp
 from kvferry.router.config_file import read_config_file
+from kvferry.router.options import RouterOptions
 from kvferry.router.serving.side_channel import NullReleaser
 from kvferry.types import FailurePolicy
 
@@ -80,12 +83,15 @@ def test_an_empty_file_is_a_router_whose_instances_come_by_themselves() -> None:
             "[timeouts]\nconect = 1",
             "timeouts.conect, which is not a setting; did you mean timeouts.connect?",
         ),
-        ("[timeouts]\nconnect = 0", "timeouts.connect must be more than 0"),
-        ('[timeouts]\nconnect = "x"', "timeouts in the configuration file"),
-        ("timeouts = 3", "timeouts in the configuration file"),
+        ("[timeouts]\nconnect = 0", "timeouts.connect must be a number of seconds above 0"),
+        ('[timeouts]\nconnect = "x"', "timeouts.connect must be a number of seconds above 0"),
+        ("timeouts = 3", "timeouts must be an object, got 3"),
         ('prefillers = ["ftp://x"]', "not the address of a prefill instance"),
-        ('prefillers = "http://a:1"', "prefillers in the configuration file"),
-        ('[routing]\nwithout_prefill = "pray"', "routing in the configuration file"),
+        ('prefillers = "http://a:1"', "prefillers must be a list of texts"),
+        (
+            '[routing]\nwithout_prefill = "pray"',
+            "routing.without_prefill must be one of fail, recompute",
+        ),
         ('[access]\nadmin_key_file = "empty"', "access.admin_key_file holds no key"),
         ('[access]\nssl_keyfile = "k"', "without ssl_certfile"),
         ('[access]\napi_key_file = ""', "access.api_key_file is empty"),
@@ -93,15 +99,33 @@ def test_an_empty_file_is_a_router_whose_instances_come_by_themselves() -> None:
         ('[access]\ninstance_key_file = ""', "access.instance_key_file is empty"),
         ('[access]\ninstance_ca_file = ""', "access.instance_ca_file is empty"),
         ('[access]\nssl_certfile = ""', "access.ssl_certfile is empty"),
-        ("[access]\napi_key_file = false", "access.api_key_file in the configuration file"),
-        ('host = ""', "host is empty, which would mean every address"),
-        ("port = 70000", "port must be from 0 to 65535"),
+        ("[access]\napi_key_file = false", "access.api_key_file must be a text"),
+        ('host = ""', "host must be a text that is not empty"),
+        ("port = 70000", "port must be a port number from 0 to 65535"),
     ],
 )
 def test_what_is_wrong_is_named(text: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_config_file(text, FILES.__getitem__)
     assert sentence in str(caught.value)
+
+
+NUMBERS = [
+    ("", "port"),
+    *(
+        (table, entry.name)
+        for table in ("timeouts", "limits", "admission", "routing", "health", "conversations")
+        for entry in fields(getattr(RouterOptions(), table))
+        if type(getattr(getattr(RouterOptions(), table), entry.name)) in (int, float, NoneType)
+    ),
+]
+
+
+@pytest.mark.parametrize(("table", "name"), NUMBERS)
+def test_every_number_of_the_file_has_a_range(table: str, name: str) -> None:
+    for value in ("nan", "-nan", "inf", "-inf", "1e309", "-1", f"1{'0' * 400}", '"5"', "true"):
+        with pytest.raises(ConfigError, match=rf"{name} must be a .*, got "):
+            read_config_file(f"[{table}]\n{name} = {value}" if table else f"{name} = {value}", str)
 
 
 @pytest.mark.parametrize("key", UNFIT_KEYS)

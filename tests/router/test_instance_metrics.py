@@ -68,7 +68,9 @@ def test_the_page_of_the_embedded_engine() -> None:
     assert reading.model == 'odd "name" \\ with } and\nmore'
 
 
-@pytest.mark.parametrize("odd", [b"NaN", b"-1", b"+Inf", b"1_0", b"x", b"", b"1e300"])
+@pytest.mark.parametrize(
+    "odd", [b"NaN", b"-1", b"+Inf", b"1_0", b"x", b"", b"1e300", b"1e309", "１".encode()]
+)
 def test_a_value_that_no_level_can_have_is_not_shown(odd: bytes) -> None:
     assert read_metrics(b"vllm:num_requests_running " + odd + b"\n") == InstanceReading()
     assert read_metrics(b'vllm:num_requests_running{a="b"} ' + odd + b"\n").load.running is None

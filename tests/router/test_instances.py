@@ -93,5 +93,5 @@ def test_memory_for_less_than_one_request_is_refused() -> None:
 
 
 def test_a_port_out_of_range_is_refused() -> None:
-    with pytest.raises(ConfigError, match="port must be from 0 to 65535, got 70000"):
+    with pytest.raises(ConfigError, match="port must be a port number from 0 to 65535, got 70000"):
         RouterOptions(PREFILL, DECODE, port=70000)

@@ -150,5 +150,5 @@ def test_a_wrong_name_of_a_service_is_refused(url: str) -> None:
 
 @pytest.mark.parametrize("name", ["interval_s", "timeout_s"])
 def test_times_of_discovery_are_positive(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"discovery\.{name} must be more than 0"):
+    with pytest.raises(ConfigError, match=rf"{name} must be a number of seconds above 0"):
         DiscoveryOptions(**{name: 0})

@@ -36,6 +36,8 @@ def test_specs_mean_what_they_say(text: str, faults: Faults) -> None:
         "corrupt:regions=",
         "corrupt:every=0",
         "corrupt:every=-1",
+        f"corrupt:every={'9' * 5000}",
+        "corrupt:every=１",
         "corrupt:polls=1",
         "burn:every=1",
         "x",

@@ -394,7 +394,7 @@ def whole(low: int, high: int) -> Number:
 
 
 def amount(low: int, high: int = LARGEST_INT) -> Number:
-    return Number(Annotated[int, sized(low, high)])
+    return Number(Annotated[int, sized("a number like 4096, 8k or 1G", low, high)])
 
 
 def parse_path(text: str) -> Path:

@@ -61,7 +61,7 @@ MAX_BLOCK_RATIO = 256
 MAX_HEAD_DIM = 65_536
 MAX_TIER_GIB = 1 << 30
 Gbit = Annotated[float, span("a number", 1e-6, 1e9)]
-Rate = Annotated[float, span("a number", 1e-3, 1e12)]
+Rate = Annotated[float, span("a number", 0.001, 10**12)]
 Milliseconds = Annotated[float, span("a number", 0, 1e12)]
 SIZE_FLAGS = ("--layers", "--kv-heads", "--head-dim")
 

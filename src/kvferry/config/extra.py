@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 from kvferry.config.fields import (
+    Amount,
     Count,
     Flag,
     LeaseSeconds,
@@ -188,7 +189,11 @@ class NixlExtraConfig(ExtraConfig):
                 f"push_write is {shown(self.push_write)}; {nearest(self.push_write, PUSH_WRITES)}"
             )
         for peer in self.peers:
-            _check_peer(peer)
+            if Address.parse(peer) is None:
+                raise ConfigError(
+                    f"peers has {shown(peer)}, which is not an address; write host:port, for "
+                    "example 10.0.0.7:5600"
+                )
         if self.interop is not None and self.interop not in INTEROPS:
             raise ConfigError(
                 f"interop is {shown(self.interop)}; {nearest(self.interop, INTEROPS)}"
@@ -237,8 +242,8 @@ class NixlExtraConfig(ExtraConfig):
     @property
     def peer_addresses(self) -> frozenset[str]:
         """The addresses as engines advertise them, with one spelling of the loopback address."""
-        pairs = (peer.rpartition(":") for peer in self.peers)
-        return frozenset(str(Address(numeric_host(host), int(port))) for host, _, port in pairs)
+        found = filter(None, map(Address.parse, self.peers))
+        return frozenset(str(Address(numeric_host(peer.host), peer.port)) for peer in found)
 
     @property
     def push_registration_timeout_s(self) -> float:
@@ -298,15 +303,10 @@ class DecodeBenchExtraConfig(ExtraConfig):
 
     fill_mean: Number = 0.015
     """The mean of the made-up values."""
-    fill_std: Number = 0.0
+    fill_std: Amount = 0.0
     """Their standard deviation; 0: all values are `fill_mean`."""
     startup_fill: Flag = False
     """Fill the whole cache once at the start, instead of each request's blocks when it starts."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if self.fill_std < 0:
-            raise ConfigError(f"fill_std is {self.fill_std:g}; use 0 or more")
 
 
 _CLASSES: dict[str, type[ExtraConfig]] = {
@@ -330,12 +330,3 @@ def register_extra_config(connector: str, cls: type[ExtraConfig]) -> None:
 
 def extra_config_class(connector: str) -> type[ExtraConfig]:
     return _CLASSES.get(connector, FreeExtraConfig)
-
-
-def _check_peer(peer: str) -> None:
-    host, separator, port = peer.rpartition(":")
-    if not (host and separator and port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65536):
-        raise ConfigError(
-            f"peers has {shown(peer)}, which is not an address; write host:port, for example "
-            "10.0.0.7:5600"
-        )

@@ -49,7 +49,7 @@ def span(what: str, low: float, high: float) -> Meta:
     return Meta(ge=low, le=high, description=f"{what} from {low} to {high}")
 
 
-def sized(low: int, high: int, what: str = "a number like 4096, 8k or 1G") -> Meta:
+def sized(what: str, low: int, high: int = LARGEST_INT) -> Meta:
     """The limits of a kind of number that may be written with a unit: see `read_size`."""
     ends = f"from {low} to {high}" if high < LARGEST_INT else f"of at least {low}"
     return Meta(ge=low, le=high, description=f"{what}, {ends}", title=SIZED)
@@ -61,6 +61,7 @@ Natural = Annotated[int, Meta(ge=0, le=LARGEST_INT, description="a whole number 
 Port = Annotated[int, span("a port number", 0, 65535)]
 Share = Annotated[float, span("a number", 0, 1)]
 Number = Annotated[float, Meta(ge=-LARGEST_SECONDS, le=LARGEST_SECONDS, description="a number")]
+Amount = Annotated[float, Meta(ge=0, le=LARGEST_SECONDS, description="a number of at least 0")]
 Seconds = Annotated[
     float, Meta(gt=0, le=LARGEST_SECONDS, description="a number of seconds above 0")
 ]

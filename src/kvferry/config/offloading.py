@@ -4,7 +4,6 @@ Keys that vLLM's OffloadingConnector has keep vLLM's names. The docstrings under
 copied into docs/configuration.md.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, Self
@@ -13,7 +12,6 @@ from msgspec import Meta
 
 from kvferry.config.extra import ExtraConfig, register_extra_config
 from kvferry.config.fields import (
-    LARGEST_INT,
     Count,
     Flag,
     Natural,
@@ -23,47 +21,18 @@ from kvferry.config.fields import (
     nearest,
     refuse_unknown_keys,
     shown,
+    sized,
 )
 from kvferry.errors import ConfigError
 from kvferry.types import Address
 
-__all__ = [
-    "CpuTierConfig",
-    "DiskTierConfig",
-    "MooncakeTierConfig",
-    "ObjectTierConfig",
-    "OffloadingExtraConfig",
-    "TierConfig",
-    "parse_size",
-]
-
-Size = Annotated[
-    int,
-    Meta(ge=1, le=LARGEST_INT, description='a number of bytes, or a text such as "8GiB"'),
-]
-LentSize = Annotated[
-    int,
-    Meta(ge=0, le=LARGEST_INT, description='a number of bytes, or a text such as "8GiB"'),
-]
+Size = Annotated[int, sized('a number of bytes or a text like "8GiB"', 1)]
+SizeOrNone = Annotated[int, sized('a number of bytes or a text like "8GiB"', 0)]
 Tiers = Annotated[tuple[Any, ...], Meta(description="a list of objects with one key each")]
 """A tuple of `TierConfig`, once read."""
-_UNITS = {"": 1, "B": 1, **{f"{u}iB": 1024**n for n, u in enumerate("KMGT", 1)}}
-_UNITS |= {f"{u}B": 1000**n for n, u in enumerate("KMGT", 1)}
 MOONCAKE_PROTOCOLS = ("tcp", "rdma")
 EVICTION_POLICIES = ("lru", "arc")
 SPECS = ("CPUOffloadingSpec", "TieringOffloadingSpec")
-
-
-def parse_size(key: str, value: object) -> object:
-    """A text such as `8GiB` as a number of bytes; any other value unchanged."""
-    if not isinstance(value, str):
-        return value
-    found = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,3})?) ?([KMGT]?i?B?)", value.strip())
-    if found is None or found[2] not in _UNITS:
-        raise ConfigError(
-            f'{key} is {shown(value)}, which is not a size; write a number of bytes or "8GiB"'
-        )
-    return int(float(found[1]) * _UNITS[found[2]])
 
 
 # -- tiers --
@@ -85,9 +54,7 @@ class TierConfig(ExtraConfig):
         ]
         if missing:
             raise ConfigError(f"{missing[0]} is missing; the tier {cls.name} needs it")
-        return cls(
-            **{key: parse_size(key, v) if key == "size" else v for key, v in mapping.items()}
-        )
+        return cls(**mapping)
 
     @classmethod
     def required(cls) -> tuple[str, ...]:
@@ -137,7 +104,7 @@ class MooncakeTierConfig(TierConfig):
 
     master: Text = "-"
     """The address of the process mooncake_master, host:port."""
-    size: LentSize = 0
+    size: SizeOrNone = 0
     """How much host memory this engine lends to the store, over all its ranks; 0: none, it uses the
     memory of other hosts.
     """
@@ -167,13 +134,13 @@ class MooncakeTierConfig(TierConfig):
 
     @property
     def master_address(self) -> Address:
-        host, _, port = self.master.rpartition(":")
-        if not (host and port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65536):
+        address = Address.parse(self.master)
+        if address is None:
             raise ConfigError(
                 f"master is {shown(self.master)}, which is not an address; write host:port, for "
                 "example 10.0.0.7:50051"
             )
-        return Address(host.strip("[]"), int(port))
+        return address
 
     @classmethod
     def required(cls) -> tuple[str, ...]:
@@ -229,7 +196,7 @@ class OffloadingExtraConfig(ExtraConfig):
     """Where KV is kept, the fastest first: `[{"cpu": "8GiB"}, {"disk": {"path": …, "size": …}},
     {"mooncake": {"master": …, "size": …}}, {"object": {"bucket": …, "endpoint": …}}]`.
     """
-    cpu_bytes_to_use: Natural = 0
+    cpu_bytes_to_use: SizeOrNone = 0
     """vLLM's name for a tier `cpu` of this size; the same as `"tiers": [{"cpu": …}]`."""
     num_cpu_blocks: Natural = 0
     """An older name of vLLM's: the size of the tier `cpu` in blocks of this engine."""
@@ -320,8 +287,6 @@ class OffloadingExtraConfig(ExtraConfig):
         refuse_unknown_keys(kept, known, connector)
         if "tiers" in kept:
             kept["tiers"] = _read_tiers(kept["tiers"])
-        if "cpu_bytes_to_use" in kept:
-            kept["cpu_bytes_to_use"] = parse_size("cpu_bytes_to_use", kept["cpu_bytes_to_use"])
         return cls(**kept)
 
     def tier(self, name: str) -> TierConfig | None:

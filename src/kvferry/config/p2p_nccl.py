@@ -16,6 +16,7 @@ from kvferry.config.fields import (
     Port,
     Text,
     nearest,
+    read_number,
     refuse_unknown_keys,
     shown,
 )
@@ -26,13 +27,13 @@ __all__ = ["P2pNcclExtraConfig"]
 
 SEND_TYPES = ("PUT", "GET", "PUT_ASYNC")
 BACKENDS = ("gloo", "nccl")
-NUMBERS = {
-    "proxy_port": int,
-    "http_port": int,
-    "nccl_num_channels": int,
-    "mem_pool_size_gb": float,
-    "kv_buffer_size": float,
-}
+NUMBERS = (
+    "proxy_port",
+    "http_port",
+    "nccl_num_channels",
+    "mem_pool_size_gb",
+    "kv_buffer_size",
+)
 """Settings that vLLM's examples write as text."""
 GiB = 1 << 30
 
@@ -88,7 +89,8 @@ class P2pNcclExtraConfig(NixlExtraConfig):
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any], connector: str) -> Self:
         refuse_unknown_keys(mapping, [f.name for f in fields(cls)], connector)
-        return cls(**{key: _number(key, value) for key, value in mapping.items()})
+        texts = {key: mapping[key] for key in NUMBERS if isinstance(mapping.get(key), str)}
+        return cls(**{**mapping, **{key: read_number(text) for key, text in texts.items()}})
 
     @property
     def transfer_mode(self) -> Literal["pull", "push"]:
@@ -104,15 +106,6 @@ class P2pNcclExtraConfig(NixlExtraConfig):
     @property
     def mem_pool_bytes(self) -> int:
         return int(self.mem_pool_size_gb * GiB)
-
-
-def _number(key: str, value: Any) -> Any:
-    if key not in NUMBERS or not isinstance(value, str):
-        return value
-    try:
-        return NUMBERS[key](value)
-    except ValueError:
-        raise ConfigError(f"{key} is {shown(value)}, which is not a number") from None
 
 
 register_extra_config("P2pNcclConnector", P2pNcclExtraConfig)

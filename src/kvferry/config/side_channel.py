@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from kvferry.config.fields import Port, Text, check_fields, shown
+from kvferry.config.fields import Port, Text, check_fields, parsed, shown
 from kvferry.errors import ConfigError
 
 __all__ = ["LOOPBACK", "SideChannelConfig", "is_loopback", "is_wildcard", "numeric_host"]
@@ -69,7 +69,7 @@ class SideChannelConfig:
         return cls(
             bind_host=numeric_host(bind),
             advertised_host=numeric_host(host),
-            port=_port(port_name, port),
+            port=parsed(port_name, port, Port),
         )
 
     @property
@@ -118,9 +118,3 @@ def _first(environ: Mapping[str, str], names: tuple[str, ...], default: str) -> 
         ((name, environ[name].strip()) for name in names if environ.get(name, "").strip()),
         (names[-1], default),
     )
-
-
-def _port(name: str, text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) <= 5 and int(text) < 65536):
-        raise ConfigError(f"{name} must be a port number from 0 to 65535, got {shown(text)}")
-    return int(text)

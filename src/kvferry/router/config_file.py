@@ -16,9 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
-import msgspec
-
-from kvferry.config.fields import RENAMED
+from kvferry.config.fields import RENAMED, Settings, Text, Texts, converted
 from kvferry.errors import ConfigError
 from kvferry.router.fleet.health import HealthOptions
 from kvferry.router.fleet.instances import Instance, Role
@@ -34,8 +32,6 @@ from kvferry.router.options import (
 from kvferry.router.serving.admission import AdmissionOptions
 from kvferry.web.api_keys import ApiKeys, check_key, read_key_file
 
-__all__ = ["read_access", "read_config_file"]
-
 T = TypeVar("T")
 
 _TABLES: Mapping[str, type[Any]] = {
@@ -47,12 +43,7 @@ _TABLES: Mapping[str, type[Any]] = {
     "conversations": ConversationOptions,
     "discovery": DiscoveryOptions,
 }
-_PLAIN: Mapping[str, type[Any]] = {
-    "host": str,
-    "port": int,
-    "access_log": bool,
-    "otlp_traces_endpoint": str,
-}
+_PLAIN = ("host", "port", "access_log", "otlp_traces_endpoint")
 _KEY_FILES = {
     "api_key_file": "api_keys",
     "admin_key_file": "admin_key",
@@ -69,22 +60,16 @@ def read_config_file(text: str, read_file: Callable[[str], str]) -> RouterOption
         raise ConfigError(f"the configuration file is not valid TOML: {error}") from None
     known = [*_PLAIN, "prefillers", "decoders", *_TABLES, "access"]
     _check_keys(given, known, "")
-    made: dict[str, Any] = {
-        name: _convert(given[name], kind, name) for name, kind in _PLAIN.items() if name in given
-    }
+    made = {name: given[name] for name in _PLAIN if name in given}
     for name, kind in _TABLES.items():
         if name in given:
             made[name] = _read_table(given[name], kind, name)
     made["services"] = ()
     for name, role in (("prefillers", Role.PREFILL), ("decoders", Role.DECODE)):
-        members = [
-            parse_member(role, text) for text in _convert(given.get(name, []), list[str], name)
-        ]
+        members = [parse_member(role, text) for text in converted(name, given.get(name, []), Texts)]
         made[name] = tuple(entry for entry in members if isinstance(entry, Instance))
         made["services"] += tuple(entry for entry in members if isinstance(entry, ServiceName))
-    made["access"] = read_access(
-        _convert(given.get("access", {}), dict[str, Any], "access"), read_file
-    )
+    made["access"] = read_access(converted("access", given.get("access", {}), Settings), read_file)
     return RouterOptions(**made)
 
 
@@ -98,18 +83,16 @@ def read_access(given: Mapping[str, Any], read_file: Callable[[str], str]) -> Ac
         if value == "":
             raise ConfigError(f"access.{name} is empty; give it a value or remove it")
     made: dict[str, Any] = {
-        name: _convert(given[name], str, f"access.{name}")
+        name: converted(f"access.{name}", given[name], Text)
         for name in ("instance_ca_file", "ssl_certfile", "ssl_keyfile")
         if name in given
     }
     if "cors_origins" in given:
-        made["cors_origins"] = tuple(
-            _convert(given["cors_origins"], list[str], "access.cors_origins")
-        )
+        made["cors_origins"] = converted("access.cors_origins", given["cors_origins"], Texts)
     for name, option in _KEY_FILES.items():
         if name not in given:
             continue
-        text = read_file(_convert(given[name], str, f"access.{name}"))
+        text = read_file(converted(f"access.{name}", given[name], Text))
         made[option] = _read_keys(text) if option == "api_keys" else text.strip()
         if not made[option]:
             raise ConfigError(f"the file of access.{name} holds no key")
@@ -127,17 +110,11 @@ def _read_keys(text: str) -> tuple[tuple[str, str], ...]:
 
 def _read_table(given: Any, kind: type[T], table: str) -> T:
     known = [entry.name for entry in fields(kind)]  # type: ignore[arg-type]
-    _check_keys(_convert(given, dict[str, Any], table), known, f"{table}.")
-    made: T = _convert(given, kind, table)
-    return made
-
-
-def _convert(given: Any, kind: Any, name: str) -> Any:
+    _check_keys(converted(table, given, Settings), known, f"{table}.")
     try:
-        return msgspec.convert(given, kind)
-    except msgspec.ValidationError as error:
-        what = str(error).replace(" - at `$.", " at `")
-        raise ConfigError(f"{name} in the configuration file: {what}") from None
+        return kind(**given)
+    except ConfigError as error:
+        raise ConfigError(f"{table}.{error}") from None
 
 
 def _check_keys(given: Mapping[str, Any], known: list[str], table: str) -> None:

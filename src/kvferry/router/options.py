@@ -3,8 +3,9 @@
 The tables of the configuration file and the flags of `kvferry proxy` are made from these fields.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
+from kvferry.config.fields import Count, Natural, Port, Seconds, Text, check_fields
 from kvferry.errors import ConfigError
 from kvferry.router.fleet.health import HealthOptions
 from kvferry.router.fleet.instances import Instance
@@ -13,60 +14,51 @@ from kvferry.router.routes.table import check_pattern
 from kvferry.router.serving.admission import AdmissionOptions
 from kvferry.types import FailurePolicy
 
-__all__ = [
-    "AccessOptions",
-    "ConversationOptions",
-    "RouterLimits",
-    "RouterOptions",
-    "RoutingOptions",
-    "Timeouts",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
     """Time limits in seconds."""
 
-    connect: float = 5.0
+    connect: Seconds = 5.0
     """Time to connect to an instance."""
-    answer: float = 600.0
+    answer: Seconds = 600.0
     """Time for an answer that is not streamed: every prefill leg, and decode legs without
     `stream`.
     """
-    idle: float = 300.0
+    idle: Seconds = 300.0
     """Longest pause of a stream, of an upload, or of a client that reads."""
-    queue: float = 30.0
+    queue: Seconds = 30.0
     """Time that a request may wait for admission."""
-    request: float = 3600.0
+    request: Seconds = 3600.0
     """Total time of one request, retries and stream included."""
-    probe: float = 5.0
+    probe: Seconds = 5.0
     """Time for one probe of an instance's `/health` and `/metrics`."""
-    shutdown: float = 30.0
+    shutdown: Seconds = 30.0
     """Time for streams to finish when the router is stopped."""
 
     def __post_init__(self) -> None:
-        _check_positive(self, "timeouts")
+        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
 class RouterLimits:
     """Limits on memory and connections."""
 
-    max_body_bytes: int = 64 * 1024 * 1024
+    max_body_bytes: Count = 64 * 1024 * 1024
     """Largest request (else 413), and largest answer that is read as a whole."""
-    max_unfinished_bytes: int = 512 * 1024 * 1024
+    max_unfinished_bytes: Count = 512 * 1024 * 1024
     """Memory for the bodies of all requests together that arrive, wait or run; 64 KiB of each do
     not count. Beyond it, the largest of those that arrive gets 503.
     """
-    max_connections: int = 10_000
+    max_connections: Count = 10_000
     """Largest number of client connections."""
 
     def __post_init__(self) -> None:
-        _check_positive(self, "limits")
+        check_fields(self)
         if self.max_unfinished_bytes < self.max_body_bytes:
             raise ConfigError(
-                f"limits.max_unfinished_bytes ({self.max_unfinished_bytes}) is less than "
-                f"limits.max_body_bytes ({self.max_body_bytes}), so the largest request could "
+                f"max_unfinished_bytes ({self.max_unfinished_bytes}) is less than "
+                f"max_body_bytes ({self.max_body_bytes}), so the largest request could "
                 "never arrive: raise the former or lower the latter"
             )
 
@@ -83,7 +75,7 @@ class RoutingOptions:
     """What to do if no prefill instance is available: `recompute` lets a decode instance compute
     the prompt, `fail` answers 503.
     """
-    max_retries: int = 2
+    max_retries: Natural = 2
     """Retries of one request on other instances, until the client has received a byte."""
     forwarded_routes: tuple[str, ...] = ()
     """Paths of further routes that one instance serves; `*` stands for any text. Other unknown
@@ -95,27 +87,26 @@ class RoutingOptions:
     """
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for pattern in self.forwarded_routes:
             check_pattern(pattern)
-        if self.max_retries < 0:
-            raise ConfigError(f"routing.max_retries must be 0 or more, got {self.max_retries}")
 
 
 @dataclass(frozen=True, slots=True)
 class ConversationOptions:
     """Limits of the store of conversations."""
 
-    max_count: int = 10_000
+    max_count: Count = 10_000
     """Conversations stored at once; the least recently written are evicted first."""
-    max_bytes: int = 256 * 1024 * 1024
+    max_bytes: Count = 256 * 1024 * 1024
     """Memory for stored conversations; the least recently written are evicted first."""
-    ttl: float = 480.0
+    ttl: Seconds = 480.0
     """Longest time in seconds that a conversation is stored; a shorter time from the decode
     instance takes precedence.
     """
 
     def __post_init__(self) -> None:
-        _check_positive(self, "conversations")
+        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +144,8 @@ class RouterOptions:
     decoders: tuple[Instance, ...] = ()
     services: tuple[ServiceName, ...] = ()
     """DNS names whose addresses are further instances."""
-    host: str = "localhost"
-    port: int = 8000
+    host: Text = "localhost"
+    port: Port = 8000
     """Port to listen on; 0 chooses a free port."""
     access_log: bool = False
     """Write one log line per request."""
@@ -170,14 +161,4 @@ class RouterOptions:
     access: AccessOptions = field(default_factory=AccessOptions)
 
     def __post_init__(self) -> None:
-        if not self.host:
-            raise ConfigError("host is empty, which would mean every address; name the address")
-        if not 0 <= self.port < 65536:
-            raise ConfigError(f"port must be from 0 to 65535, got {self.port}")
-
-
-def _check_positive(options: object, table: str) -> None:
-    for entry in fields(options):  # type: ignore[arg-type]
-        value = getattr(options, entry.name)
-        if not value > 0:
-            raise ConfigError(f"{table}.{entry.name} must be more than 0, got {value}")
+        check_fields(self)

@@ -5,6 +5,7 @@ that owns the wrapped transport makes all calls.
 """
 
 import ctypes
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -53,7 +54,7 @@ def parse_faults(text: str) -> Faults:
         if (kind, key) == ("corrupt", "regions") and number:
             faults = replace(faults, corrupt_regions=number)
             continue
-        if (kind, key) not in KNOWN or not number.isdecimal() or int(number) < 1:
+        if (kind, key) not in KNOWN or not re.fullmatch("[1-9][0-9]{0,8}", number):
             known = ", ".join(f"{each}:{name}=N" for each, name in KNOWN)
             raise ConfigError(
                 f"fault {part!r} is not known; use one or more of {known}, corrupt:regions=TEXT, "

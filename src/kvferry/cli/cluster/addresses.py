@@ -9,6 +9,7 @@ import shlex
 import socket
 from collections.abc import Mapping, MutableMapping
 
+from kvferry.config.fields import read_number
 from kvferry.config.side_channel import LOOPBACK, is_wildcard
 from kvferry.errors import ConfigError
 from kvferry.types import Address
@@ -108,11 +109,12 @@ def announce_address(address: Address, environ: MutableMapping[str, str]) -> Non
     Without a waiting parent the function does nothing.
     """
     text = environ.pop(ANNOUNCE_FD_VARIABLE, "")
-    if not text.isdecimal():
+    descriptor = read_number(text)
+    if not isinstance(descriptor, int) or not 0 <= descriptor < 2**31:
         return
     try:
-        with open(int(text), "w", encoding="ascii", errors="replace") as pipe:
-            pipe.write(f"{address.host} {address.port}\n")
+        with open(descriptor, "w", encoding="ascii", errors="replace") as pipe:
+            pipe.write(f"{address}\n")
     except OSError:
         # The parent has closed the pipe and will stop this process too.
         return
@@ -122,5 +124,4 @@ def parse_announcement(line: bytes) -> Address | None:
     """In the parent: parse the line; None if the child closed the pipe without an address, that is,
     failed.
     """
-    host, _, port = line.decode("ascii", errors="replace").strip().partition(" ")
-    return Address(host, int(port)) if host and port.isdecimal() and 0 < int(port) < 65536 else None
+    return Address.parse(line.decode("ascii", errors="replace").strip())

@@ -7,20 +7,15 @@ import http.client
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvferry.cli.cluster.addresses import completion_path
-from kvferry.errors import RequestRefused, TransportError
+from kvferry.config.fields import Bytes, Natural, converted
+from kvferry.errors import ConfigError, RequestRefused, TransportError
 from kvferry.types import Address
 
-__all__ = [
-    "Completion",
-    "TransportTotals",
-    "complete",
-    "is_healthy",
-    "read_transport_totals",
-    "sum_transport_totals",
-]
+if TYPE_CHECKING:
+    from prometheus_client.samples import Sample
 
 _HEALTH_S = 2.0
 _METRICS_S = 10.0
@@ -77,9 +72,12 @@ def complete(address: Address, request: dict[str, Any], timeout_s: float) -> Com
         answer = json.loads(body)
         if status == 200:
             choice = answer["choices"][0]
-            return Completion(_text(choice), int(answer["usage"]["completion_tokens"]))
+            return Completion(
+                _text(choice),
+                converted("completion_tokens", answer["usage"]["completion_tokens"], Natural),
+            )
         reason = answer["error"]["message"]
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, ConfigError):
         reason = body[:500].decode(errors="replace")
     message = f"{address} answered the sample request with status {status}: {reason}"
     raise RequestRefused(message) if status == 400 else TransportError(message)
@@ -100,7 +98,7 @@ def read_transport_totals(address: Address) -> list[TransportTotals]:
         raise TransportError(f"{address} answered /metrics with status {status}")
     try:
         return sum_transport_totals(_samples(body.decode()))
-    except (ValueError, LookupError) as error:
+    except (ValueError, LookupError, ConfigError) as error:
         raise TransportError(
             f"the answer of {address} to /metrics cannot be parsed: {error}"
         ) from error
@@ -125,11 +123,15 @@ def _samples(text: str) -> Iterable[TransportTotals]:
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if sample.name == "kvferry:transfer_bytes_total":
-                yield TransportTotals(sample.labels["transport"], total_bytes=int(sample.value))
+                yield TransportTotals(sample.labels["transport"], total_bytes=int(_total(sample)))
             elif sample.name == "kvferry:transfer_seconds_total":
-                yield TransportTotals(sample.labels["transport"], seconds=sample.value)
+                yield TransportTotals(sample.labels["transport"], seconds=_total(sample))
             elif sample.name == "kvferry:transfers_total":
-                yield TransportTotals(sample.labels["transport"], transfers=int(sample.value))
+                yield TransportTotals(sample.labels["transport"], transfers=int(_total(sample)))
+
+
+def _total(sample: "Sample") -> float:
+    return float(converted(sample.name, sample.value, Bytes))
 
 
 def _call(

@@ -9,6 +9,7 @@ Every error is a ConfigError that names the file and the key. Reads two small fi
 """
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,9 +74,9 @@ class ConfigKeys:
         if (
             not isinstance(value, int | float)
             or isinstance(value, bool)
-            or not 0 < value < float("inf")
+            or not 0 < value <= sys.float_info.max
         ):
-            raise self.fail(key, f"must be a positive number, got {value!r}")
+            raise self.fail(key, f"must be a positive number, got {value!r:.80}")
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:

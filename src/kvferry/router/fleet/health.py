@@ -29,67 +29,47 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from math import inf
 
-from kvferry.errors import ConfigError
+from kvferry.config.fields import Count, Seconds, Share, Timeout, check_fields
 from kvferry.router.fleet.instances import COOLDOWN_S
-
-__all__ = ["Breaker", "BreakerPhase", "HealthOptions"]
-
-_POSITIVE = (
-    "failures_in_a_row",
-    "window_s",
-    "window_legs",
-    "first_ejection_s",
-    "longest_ejection_s",
-    "probe_ejected_s",
-    "max_failed_probes",
-    "stall_s",
-)
 
 
 @dataclass(frozen=True, slots=True)
 class HealthOptions:
     """Thresholds and times of the breaker and of the probes."""
 
-    failures_in_a_row: int = 3
+    failures_in_a_row: Count = 3
     """Consecutive failed legs that eject an instance."""
-    failure_share: float = 0.5
+    failure_share: Share = 0.5
     """Share of failed legs within `window_s` that ejects an instance."""
-    window_s: float = 10.0
+    window_s: Seconds = 10.0
     """Seconds over which `failure_share` is measured. The share catches an instance that
     answers only every other request.
     """
-    window_legs: int = 10
+    window_legs: Count = 10
     """Minimum number of legs in the window for `failure_share` to apply."""
-    first_ejection_s: float = 2.0
+    first_ejection_s: Seconds = 2.0
     """Seconds of the first ejection; each further ejection lasts twice as long."""
-    longest_ejection_s: float = 60.0
+    longest_ejection_s: Seconds = 60.0
     """Upper limit of an ejection in seconds."""
-    jitter: float = 0.2
+    jitter: Share = 0.2
     """Share by which an ejection is randomly shortened, so that instances that failed together do
     not return together.
     """
-    backoff_reset_s: float = 60.0
+    backoff_reset_s: Timeout = 60.0
     """Seconds after the last ejection until the next one is `first_ejection_s` long again."""
-    probe_interval_s: float = 5.0
+    probe_interval_s: Timeout = 5.0
     """Seconds between two probes of a healthy instance. 0: no probes."""
-    probe_ejected_s: float = 1.0
+    probe_ejected_s: Seconds = 1.0
     """Seconds between two probes of an instance that is ejected, unhealthy or not yet reached."""
-    max_failed_probes: int = 2
+    max_failed_probes: Count = 2
     """Consecutive failed probes that eject an instance."""
-    stall_s: float = 60.0
+    stall_s: Seconds = 60.0
     """A request that times out counts against an instance that has computed no token since the
     request came, this many seconds ago or more: its engine hangs.
     """
 
     def __post_init__(self) -> None:
-        for name in _POSITIVE:
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be more than 0, got {getattr(self, name)}")
-        for name in ("failure_share", "jitter"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"{name} must be from 0 to 1, got {getattr(self, name)}")
-        if self.probe_interval_s < 0 or self.backoff_reset_s < 0:
-            raise ConfigError("probe_interval_s and backoff_reset_s must not be negative")
+        check_fields(self)
 
 
 class BreakerPhase(Enum):

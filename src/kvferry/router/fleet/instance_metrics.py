@@ -6,11 +6,11 @@ without an error, in one pass and up to a bound. A value missing from the page i
 dashboard never shows a 0 for a missing value.
 """
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from kvferry.config.fields import read_number
 from kvferry.router.fleet.tier_metrics import (
     LookupCounters,
     OffloadReading,
@@ -289,12 +289,8 @@ def _samples(page: bytes) -> Iterator[tuple[bytes, bytes, float]]:
 
 def _number(text: bytes) -> float | None:
     """The sample value; a timestamp may follow it."""
-    words = text.split(None, 1)
-    try:
-        value = float(words[0]) if words and b"_" not in words[0] else math.nan
-    except ValueError:
-        return None
-    return value if 0 <= value <= MAX_COUNT else None
+    value = read_number(text.strip().partition(b" ")[0].decode(errors="replace"))
+    return None if isinstance(value, str) or not 0 <= value <= MAX_COUNT else value
 
 
 def _label(labels: bytes, wanted: str) -> str:

@@ -12,12 +12,11 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
+from kvferry.config.fields import Seconds, check_fields
 from kvferry.errors import ConfigError
 from kvferry.router.fleet.fleet import Fleet
 from kvferry.router.fleet.instances import Instance, Role, parse_instance
 from kvferry.types import Address
-
-__all__ = ["DiscoveredInstances", "DiscoveryOptions", "ServiceName", "parse_member"]
 
 _SCHEME = "dns"
 
@@ -26,17 +25,13 @@ _SCHEME = "dns"
 class DiscoveryOptions:
     """How often the names of services are looked up."""
 
-    interval_s: float = 5.0
+    interval_s: Seconds = 5.0
     """Seconds between two lookups of a DNS name."""
-    timeout_s: float = 5.0
+    timeout_s: Seconds = 5.0
     """Time for one lookup. Without an answer, the known instances stay."""
 
     def __post_init__(self) -> None:
-        for name in ("interval_s", "timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(
-                    f"discovery.{name} must be more than 0, got {getattr(self, name)}"
-                )
+        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -240,9 +240,4 @@ class InstanceWatcher:
 
 
 def _side_channel(reading: InstanceReading | None) -> Address | None:
-    host, _, port = reading.side_channel.rpartition(":") if reading is not None else ("", "", "")
-    return (
-        Address(host.strip("[]"), int(port))
-        if host and port.isdecimal() and 0 < int(port) < 65536
-        else None
-    )
+    return None if reading is None else Address.parse(reading.side_channel)

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from math import ceil
 
-from kvferry.errors import ConfigError, LocalProtocolError
+from kvferry.config.fields import Count, Natural, check_fields
+from kvferry.errors import LocalProtocolError
 
 __all__ = [
     "AdmissionController",
@@ -35,27 +36,19 @@ _RETRY_BOUNDS_S = (1, 60)
 class AdmissionOptions:
     """Limits on running and waiting requests."""
 
-    max_running: int = 1024
+    max_running: Count = 1024
     """Requests that run on instances at the same time."""
-    max_waiting: int = 1024
+    max_waiting: Natural = 1024
     """Requests that may wait for admission. Further requests get 503."""
-    tenant_running: int | None = None
+    tenant_running: Count | None = None
     """Running requests of one tenant. None: only `max_running` applies."""
-    tenant_waiting: int | None = None
+    tenant_waiting: Natural | None = None
     """Waiting requests of one tenant. Further requests of the tenant get 429. None: half of
     `max_waiting` if the router has API keys, else no limit.
     """
 
     def __post_init__(self) -> None:
-        if self.max_running < 1 or self.max_waiting < 0:
-            raise ConfigError(
-                "max_running must be at least 1 and max_waiting at least 0, got "
-                f"{self.max_running} and {self.max_waiting}"
-            )
-        if (self.tenant_running is not None and self.tenant_running < 1) or (
-            self.tenant_waiting is not None and self.tenant_waiting < 0
-        ):
-            raise ConfigError("tenant_running must be at least 1 and tenant_waiting at least 0")
+        check_fields(self)
 
 
 class RefusalReason(StrEnum):
