@@ -164,6 +164,25 @@ def test_a_large_body_delays_only_its_own_client(model: Path, path: str, body: A
     asyncio.run(scene())
 
 
+def test_a_hostile_chat_template_delays_only_chats(tmp_path: Path, model: Path) -> None:
+    """Nor does it end the server: a later chat is served."""
+    loops = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
+    (tmp_path / "tokenizer.json").write_bytes((model / "tokenizer.json").read_bytes())
+    (tmp_path / "chat_template.jinja").write_text("{% if tools %}" + loops + "{% endif %}hello")
+
+    async def scene() -> None:
+        async with stage(ScriptedEngine(), tmp_path) as s:
+            hostile = asyncio.create_task(s.post(CHAT, {"messages": HELLO, "tools": [{}]}))
+            later = asyncio.create_task(s.post("/tokenize", {"messages": HELLO}))
+            for _ in range(5):
+                await s.complete(prompt=[5])
+            status, answer = await hostile
+            assert (status, "chat template" in answer["error"]["message"]) == (400, True)
+            assert (await later)[0] == 200
+
+    asyncio.run(scene())
+
+
 json_values = st.recursive(
     st.none()
     | st.booleans()

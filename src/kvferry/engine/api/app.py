@@ -18,6 +18,7 @@ from aiohttp.typedefs import Handler
 import kvferry
 from kvferry.connectors.factory import KVConnectorFactory
 from kvferry.engine.api.admission import IgnoredTransfers, check_token_ids
+from kvferry.engine.api.chat_template import ChatTemplate
 from kvferry.engine.api.completions import handle_chat, handle_completion
 from kvferry.engine.api.context import (
     CONTEXT,
@@ -33,7 +34,7 @@ from kvferry.engine.api.context import (
 )
 from kvferry.engine.api.errors import error_response
 from kvferry.engine.api.metrics import ApiMetrics, MetricSource
-from kvferry.engine.api.prompts import ChatTemplate, PromptReader
+from kvferry.engine.api.prompts import PromptReader
 from kvferry.engine.api.schema import DetokenizeRequest, TokenizeRequest
 from kvferry.engine.api.tokenizer import ModelTokenizer, SpecialTokens
 from kvferry.engine.messages import Remaining
