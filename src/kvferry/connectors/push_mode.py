@@ -53,8 +53,6 @@ from kvferry.worker.commands import (
     WorkerCommand,
 )
 
-__all__ = ["PrefillStream", "PrefillStreams", "PushMode", "StreamAdvance"]
-
 
 @dataclass(slots=True)
 class PrefillStream:

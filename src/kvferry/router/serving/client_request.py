@@ -16,17 +16,6 @@ from kvferry.errors import RemoteProtocolError
 from kvferry.router.routes.table import Api
 from kvferry.types import Address
 
-__all__ = [
-    "MAX_CONVERSATION_CHARS",
-    "MAX_PROMPTS",
-    "ClientRequest",
-    "Handover",
-    "InvalidRequest",
-    "PushSource",
-    "read_client_request",
-    "read_prefill_answer",
-]
-
 MAX_CONVERSATION_CHARS = 256
 MAX_PROMPTS = 256
 """Largest number of prompts in one request. Each prompt is served as a request of its own."""
