@@ -71,8 +71,9 @@ def test_a_module_path_wins_and_is_checked() -> None:
         KVConnectorFactory.get_connector_class(config("NixlConnector", "kvferry.connectors.nixl"))
         is NixlConnector
     )
-    with pytest.raises(ConfigError, match="cannot be imported"):
-        KVConnectorFactory.get_connector_class(config("X", "no.such.module"))
+    for path in ("no.such.module", "..relative"):
+        with pytest.raises(ConfigError, match="cannot be imported"):
+            KVConnectorFactory.get_connector_class(config("X", path))
     with pytest.raises(ConfigError, match="has no connector class 'X'"):
         KVConnectorFactory.get_connector_class(config("X", "kvferry.connectors.nixl"))
     with pytest.raises(ConfigError, match="has no connector class 'dataclass'"):

@@ -115,7 +115,8 @@ def _load(entry: _RegisteredConnector, key: str) -> type[KVConnectorBase_V1]:
     """Import the module and check that the class is a connector with the expected constructor."""
     try:
         module = importlib.import_module(entry.module)
-    except ImportError as error:
+    # TypeError: the path begins with a dot, as if it were relative to a package.
+    except (ImportError, TypeError) as error:
         raise ConfigError(
             f"{key}: module {entry.module!r} cannot be imported ({error}); check the path and the "
             "installation"

@@ -99,19 +99,32 @@ class ChildConfig:
 def child_configs(vllm_config: Any) -> list[ChildConfig]:
     """The children that a configuration lists; `ConfigError` names a wrong key."""
     parent = vllm_config.kv_transfer_config
-    transfers = [
-        _child_transfer(parent, index, entry)
-        for index, entry in enumerate(_listed(parent.kv_connector_extra_config))
-    ]
-    names = name_children([str(transfer.kv_connector) for transfer in transfers])
+    found = []
+    for index, entry in enumerate(_listed(parent.kv_connector_extra_config)):
+        with _naming_child(index):
+            transfer = _child_transfer(parent, index, entry)
+            with _naming_missing_package(transfer.kv_connector):
+                found.append((transfer, KVConnectorFactory.get_connector_class(transfer)))
+    names = name_children([str(transfer.kv_connector) for transfer, _ in found])
     configs = []
-    for name, transfer in zip(names, transfers, strict=True):
+    for name, (transfer, connector_class) in zip(names, found, strict=True):
         child = copy(vllm_config)
         child.kv_transfer_config = transfer
-        with _naming_missing_package(transfer.kv_connector):
-            found = KVConnectorFactory.get_connector_class(transfer)
-        configs.append(ChildConfig(name, found, child))
+        configs.append(ChildConfig(name, connector_class, child))
     return configs
+
+
+@contextmanager
+def _naming_child(index: int) -> Iterator[None]:
+    """Let an error of vLLM about a child's settings say which child it is."""
+    try:
+        yield
+    except (ImportError, TypeError, ValueError) as error:
+        # pydantic's messages have several lines.
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"kv_connector_extra_config.connectors[{index}] cannot be used: {reason}"
+        ) from error
 
 
 @contextmanager

@@ -414,6 +414,10 @@ def test_the_role_of_the_multi_connector_includes_its_childrens(model: Path) -> 
         ([{**PULL, "kv_connector": "MultiConnector"}], "inside a MultiConnector"),
         ([], "must be a list of objects"),
         ([3], r"connectors\[0\] must be an object"),
+        ([PULL, {**PULL, "kv_connector": "Nope"}], r"connectors\[1\] cannot be used: Unsupported"),
+        ([{**PULL, "kv_role": "kv_x"}], r"connectors\[0\] cannot be used: .*kv_role Input should"),
+        ([{**PULL, "kv_connector_extra_config": [1]}], r"connectors\[0\] cannot be used: 'list'"),
+        ([{**PULL, "kv_connector_module_path": "no.such"}], r"\[0\] cannot be used: No module"),
     ],
 )
 def test_children_that_cannot_work_are_refused(
