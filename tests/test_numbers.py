@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import pytest
 
 from kvferry.cli import bench, main
-from kvferry.cli.arguments import Number, Parser
+from kvferry.cli.arguments import NumberOf, Parser
 from kvferry.cli.register import check_router_url
 from kvferry.config import (
     KVTransferConfig,
@@ -22,6 +22,7 @@ from kvferry.config.extra import DecodeBenchExtraConfig, MooncakeExtraConfig
 from kvferry.config.fields import (
     Count,
     Natural,
+    Number,
     Port,
     Seconds,
     Share,
@@ -29,9 +30,6 @@ from kvferry.config.fields import (
     converted,
     parsed,
     read_size,
-)
-from kvferry.config.fields import (
-    Number as AnyNumber,
 )
 from kvferry.config.offloading import (
     CpuTierConfig,
@@ -68,7 +66,7 @@ HOSTILE_VALUES: tuple[object, ...] = (
     *(math.nan, math.inf, -math.inf, 1e300, -1e300, 10**400, -(10**400), 2**64, -(2**64)),
     *(True, False, None, "", "5", "nan", b"5", [], [5], {}, {"a": 5}, 5j),
 )
-KINDS = (Port, Count, Natural, Seconds, Timeout, Share, AnyNumber)
+KINDS = (Port, Count, Natural, Seconds, Timeout, Share, Number)
 PARSERS = [
     *(main.make_parser(name) for name in main.COMMANDS),
     *(bench.make_parser(name) for name in bench.BENCHMARKS),
@@ -77,7 +75,7 @@ NUMERIC = [
     pytest.param(parser, action, id=f"{parser.prog} {action.option_strings[0]}")
     for parser in PARSERS
     for action in parser._actions  # noqa: SLF001
-    if isinstance(action.type, Number)
+    if isinstance(action.type, NumberOf)
 ]
 
 
@@ -99,7 +97,7 @@ def test_a_value_that_is_no_number_or_out_of_range_is_refused_by_every_kind(valu
     ("text", "kind", "number"),
     [
         *(("5", Seconds, 5.0), (".5", Share, 0.5), ("1.", Share, 1.0), ("1e3", Seconds, 1000.0)),
-        *(("-0", Timeout, 0.0), ("-1.5", AnyNumber, -1.5), ("007", Count, 7), ("0", Port, 0)),
+        *(("-0", Timeout, 0.0), ("-1.5", Number, -1.5), ("007", Count, 7), ("0", Port, 0)),
     ],
 )
 def test_a_plain_number_is_read(text: str, kind: Any, number: float) -> None:

@@ -394,6 +394,7 @@ def test_an_answer_without_params_offers_no_blocks(body: bytes) -> None:
         b"null",
         b'{"kv_transfer_params":7}',
         b'{"kv_transfer_params":{"ticket":7}}',
+        *(b'{"kv_transfer_params":{"tp_size":%s}}' % n for n in (b"0", b"true", b"9" * 30, b"NaN")),
     ],
 )
 def test_an_answer_that_cannot_be_read_is_the_peers_fault(body: bytes) -> None:

@@ -367,6 +367,19 @@ def test_details_of_the_usage_are_summed_too() -> None:
     assert json.loads(answer.body())["usage"] == {"prompt_tokens_details": {"cached_tokens": 5}}
 
 
+@pytest.mark.parametrize("index", [-1, 10**400, True, None, "0", 0.5], ids=lambda i: repr(i)[:9])
+def test_a_choice_whose_index_is_no_count_is_an_error_of_the_instance(index: object) -> None:
+    with pytest.raises(RemoteProtocolError):
+        JoinedAnswer("id", 1).add(0, json.dumps({"choices": [{"index": index}]}).encode())
+
+
+def test_numbers_that_cannot_be_added_are_left_out_of_the_usage() -> None:
+    answer = JoinedAnswer("id", 1)
+    for number, tokens in enumerate([10**400, 0.5, 1]):
+        answer.add(number, json.dumps({"choices": [], "usage": {"t": tokens}}).encode())
+    assert json.loads(answer.body())["usage"] == {"t": 10**400 + 1}
+
+
 @given(st.binary(max_size=60))
 def test_any_bytes_are_an_event_or_an_error(event: bytes) -> None:
     for data in (event, b"data: " + event, b'data: {"choices":' + event):

@@ -25,7 +25,7 @@ from kvferry.bench.transfer.memory import HostAllocator, MemoryAllocator
 from kvferry.bench.transfer.moves import Blocks, Move, Pattern, plan_move
 from kvferry.bench.transfer.processes import BenchConsumer, ProducerInfo, Shape, start_producer
 from kvferry.bench.vllm.servers import COUNT, print_progress
-from kvferry.cli.arguments import Number, Parser
+from kvferry.cli.arguments import NumberOf, Parser
 from kvferry.cli.runtime import StopRequest, stop_requests
 from kvferry.config.fields import Seconds
 from kvferry.engine.make_model.writer import make_model
@@ -335,7 +335,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--seconds",
-        type=Number(Seconds),
+        type=NumberOf(Seconds),
         default=SECONDS,
         metavar="S",
         help="seconds of steps at each pace (default: %(default)s)",

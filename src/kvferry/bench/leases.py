@@ -21,7 +21,7 @@ from typing import Any
 
 from kvferry.bench.figures import quantile
 from kvferry.bench.vllm.servers import print_progress
-from kvferry.cli.arguments import Number, Parser, amount
+from kvferry.cli.arguments import NumberOf, Parser, amount
 from kvferry.cli.runtime import stop_signals
 from kvferry.config import KVTransferConfig, SideChannelConfig
 from kvferry.config.fields import Seconds
@@ -371,21 +371,21 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--seconds",
-        type=Number(Seconds),
+        type=NumberOf(Seconds),
         default=MEASURE_S,
         metavar="S",
         help="seconds of steps for each number of leases (default: %(default)s)",
     )
     parser.add_argument(
         "--lease-seconds",
-        type=Number(Seconds),
+        type=NumberOf(Seconds),
         default=LEASE_S,
         metavar="S",
         help="seconds that a lease lasts (default: %(default)s)",
     )
     parser.add_argument(
         "--idle-seconds",
-        type=Number(Seconds),
+        type=NumberOf(Seconds),
         default=IDLE_S,
         metavar="S",
         help="seconds of idling for each number of leases (default: %(default)s)",

@@ -31,7 +31,7 @@ from kvferry.bench.process_usage import (
     read_usage,
 )
 from kvferry.bench.vllm.servers import model_directory, print_progress
-from kvferry.cli.arguments import Number, Parser, amount, parse_device
+from kvferry.cli.arguments import NumberOf, Parser, amount, parse_device
 from kvferry.cli.runtime import stop_signals
 from kvferry.config import KVTransferConfig, SideChannelConfig
 from kvferry.config.fields import Natural, Seconds, Share
@@ -347,7 +347,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--minutes",
-        type=Number(Seconds),
+        type=NumberOf(Seconds),
         default=math.inf,
         metavar="M",
         help="end each run after this many seconds, with the transfers done by then (default: no "
@@ -385,14 +385,14 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--abort-share",
-        type=Number(Share),
+        type=NumberOf(Share),
         default=0.05,
         metavar="SHARE",
         help="share of requests to abort (default: %(default)s)",
     )
     parser.add_argument(
         "--seed",
-        type=Number(Natural),
+        type=NumberOf(Natural),
         default=0,
         help="seed of prompts and aborts (default: %(default)s)",
     )

@@ -157,7 +157,7 @@ def _values(action: argparse.Action) -> str:
         return ""
     if action.choices is not None:
         return ", ".join(map(str, action.choices))
-    if isinstance(action.type, Number):
+    if isinstance(action.type, NumberOf):
         kind = action.type.kind
         name = "size" if is_size(kind) else "port" if kind is Port else "number"
     else:
@@ -377,7 +377,7 @@ def shown_flag(flag: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Number:
+class NumberOf:
     """For argparse: parses a number of one of the kinds in `config/fields.py`."""
 
     kind: Any
@@ -389,12 +389,12 @@ class Number:
             raise argparse.ArgumentTypeError(str(error).strip()) from None
 
 
-def whole(low: int, high: int) -> Number:
-    return Number(Annotated[int, span("a whole number", low, high)])
+def whole(low: int, high: int) -> NumberOf:
+    return NumberOf(Annotated[int, span("a whole number", low, high)])
 
 
-def amount(low: int, high: int = LARGEST_INT) -> Number:
-    return Number(Annotated[int, sized("a number like 4096, 8k or 1G", low, high)])
+def amount(low: int, high: int = LARGEST_INT) -> NumberOf:
+    return NumberOf(Annotated[int, sized("a number like 4096, 8k or 1G", low, high)])
 
 
 def parse_path(text: str) -> Path:

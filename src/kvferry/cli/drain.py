@@ -13,7 +13,7 @@ import urllib.request
 from dataclasses import dataclass
 from http.client import HTTPException
 
-from kvferry.cli.arguments import Number, Parser
+from kvferry.cli.arguments import NumberOf, Parser
 from kvferry.cli.register import check_router_url
 from kvferry.cli.runtime import add_log_arguments, log_settings, stop_signals
 from kvferry.config.fields import Timeout
@@ -40,7 +40,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--url", required=True, help="address of the engine: http://HOST:PORT")
     parser.add_argument(
         "--idle",
-        type=Number(Timeout),
+        type=NumberOf(Timeout),
         default=10.0,
         metavar="SECONDS",
         help="the engine must have had no work for this long, so that requests that are on their "
@@ -48,7 +48,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--timeout",
-        type=Number(Timeout),
+        type=NumberOf(Timeout),
         default=300.0,
         metavar="SECONDS",
         help="give up after this time and exit with code 1 (default: %(default)s)",

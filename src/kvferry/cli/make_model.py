@@ -5,7 +5,7 @@ cache.
 import argparse
 from pathlib import Path
 
-from kvferry.cli.arguments import Number, Parser
+from kvferry.cli.arguments import NumberOf, Parser
 from kvferry.config.fields import Count, Natural
 
 DESCRIPTION = (
@@ -34,14 +34,14 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--heads",
-        type=Number(Count),
+        type=NumberOf(Count),
         metavar="N",
         help="attention heads; KV heads are half as many, except with mla; the upper limit of "
         "--tensor-parallel-size (default: 4)",
     )
     parser.add_argument(
         "--seed",
-        type=Number(Natural),
+        type=NumberOf(Natural),
         default=0,
         help="seed of the random weights (default: %(default)s)",
     )

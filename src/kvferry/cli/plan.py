@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any
 
-from kvferry.cli.arguments import Number, Parser, whole
+from kvferry.cli.arguments import NumberOf, Parser, whole
 from kvferry.cli.checkpoints import find_config
 from kvferry.cli.plan_report import Plan, plan_as_json, plan_as_text
 from kvferry.config.fields import parsed, shown, span
@@ -169,7 +169,7 @@ def _add_link_and_tier_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--prefill",
-        type=Number(Rate),
+        type=NumberOf(Rate),
         metavar="TOKENS/S",
         help="how fast the engine computes prompts, to compare with loading",
     )

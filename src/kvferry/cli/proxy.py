@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvferry.cli.arguments import Number, Parser
+from kvferry.cli.arguments import NumberOf, Parser
 from kvferry.cli.cluster.addresses import announce_address, dialable
 from kvferry.cli.runtime import add_log_arguments, log_settings
 from kvferry.cli.tracing import add_traces_argument, find_traces_endpoint
@@ -72,7 +72,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--host", help="address to listen on (default: localhost)")
     parser.add_argument(
-        "--port", type=Number(Port), help="port to listen on; 0: any free port (default: 8000)"
+        "--port", type=NumberOf(Port), help="port to listen on; 0: any free port (default: 8000)"
     )
     for role in Role:
         _add_role_arguments(parser, role)
@@ -111,7 +111,7 @@ def _add_role_arguments(parser: Parser, role: Role) -> None:
         f"--{name}-ports",
         f"--{name}-port",
         nargs="+",
-        type=Number(Port),
+        type=NumberOf(Port),
         metavar="PORT",
         help="their ports, in the order of the hosts (default, without --config: "
         f"{_DEFAULT_PORTS[role]})",

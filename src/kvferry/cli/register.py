@@ -19,7 +19,7 @@ from http.client import HTTPException
 from types import FrameType
 from urllib.parse import urlsplit
 
-from kvferry.cli.arguments import Number, Parser
+from kvferry.cli.arguments import NumberOf, Parser
 from kvferry.cli.runtime import add_log_arguments, log_settings
 from kvferry.config import ClusterSecret, KVRole, KVTransferConfig
 from kvferry.errors import ConfigError
@@ -187,7 +187,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--ttl",
-        type=Number(RegistrationTtl),
+        type=NumberOf(RegistrationTtl),
         default=DEFAULT_TTL_S,
         metavar="SECONDS",
         help="the routers drop the instance when it has been unhealthy for this long (default: "

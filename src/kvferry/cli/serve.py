@@ -12,7 +12,7 @@ import threading
 from collections.abc import Mapping
 from typing import get_type_hints
 
-from kvferry.cli.arguments import Number, Parser, amount, parse_device
+from kvferry.cli.arguments import NumberOf, Parser, amount, parse_device
 from kvferry.cli.checkpoints import find_checkpoint
 from kvferry.cli.cluster.addresses import announce_address, check_listenable, curl_command, dialable
 from kvferry.cli.register import Registration, check_router_url, role_of
@@ -83,7 +83,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--port",
-        type=Number(Port),
+        type=NumberOf(Port),
         default=8000,
         help="port to listen on; 0: any free port (default: %(default)s)",
     )
@@ -136,7 +136,7 @@ def _add_compute_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--num-threads",
-        type=Number(KINDS["num_threads"]),
+        type=NumberOf(KINDS["num_threads"]),
         default=DEFAULTS["num_threads"],
         help="torch threads per rank (default: %(default)s)",
     )
@@ -145,14 +145,14 @@ def _add_compute_arguments(parser: Parser) -> None:
 def _add_shutdown_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--shutdown-timeout",
-        type=Number(KINDS["shutdown_timeout_s"]),
+        type=NumberOf(KINDS["shutdown_timeout_s"]),
         default=DEFAULTS["shutdown_timeout_s"],
         metavar="SECONDS",
         help="seconds for requests to finish after Ctrl-C (default: %(default)s)",
     )
     parser.add_argument(
         "--drain-timeout",
-        type=Number(KINDS["drain_timeout_s"]),
+        type=NumberOf(KINDS["drain_timeout_s"]),
         default=DEFAULTS["drain_timeout_s"],
         metavar="SECONDS",
         help="seconds after SIGTERM for requests to finish and for peers to read their blocks; 0: "
@@ -163,7 +163,7 @@ def _add_shutdown_arguments(parser: Parser) -> None:
 def _add_scheduler_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--seed",
-        type=Number(KINDS["seed"]),
+        type=NumberOf(KINDS["seed"]),
         default=DEFAULTS["seed"],
         help="seed for requests without a seed (default: %(default)s)",
     )
@@ -176,13 +176,13 @@ def _add_scheduler_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--tensor-parallel-size",
         "-tp",
-        type=Number(KINDS["tensor_parallel_size"]),
+        type=NumberOf(KINDS["tensor_parallel_size"]),
         default=DEFAULTS["tensor_parallel_size"],
         help="tensor-parallel ranks, one process each (default: 1)",
     )
     parser.add_argument(
         "--max-num-seqs",
-        type=Number(KINDS["max_num_seqs"]),
+        type=NumberOf(KINDS["max_num_seqs"]),
         default=DEFAULTS["max_num_seqs"],
         help="most sequences per step (default: %(default)s)",
     )
@@ -213,13 +213,13 @@ def _add_cache_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--block-size",
-        type=Number(KINDS["block_size"]),
+        type=NumberOf(KINDS["block_size"]),
         default=DEFAULTS["block_size"],
         help="tokens per block (default: %(default)s)",
     )
     parser.add_argument(
         "--num-gpu-blocks-override",
-        type=Number(KINDS["num_blocks"]),
+        type=NumberOf(KINDS["num_blocks"]),
         default=0,
         metavar="N",
         help="blocks in the cache (default: as many as fit)",
@@ -237,7 +237,7 @@ def _add_cache_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--gpu-memory-utilization",
-        type=Number(KINDS["gpu_memory_utilization"]),
+        type=NumberOf(KINDS["gpu_memory_utilization"]),
         default=DEFAULTS["gpu_memory_utilization"],
         metavar="SHARE",
         help="share of a GPU's memory that may be in use, by all processes, after the cache is "

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.cli.arguments import (
-    Number,
+    NumberOf,
     Parser,
     parse_device,
     parse_model,
@@ -87,14 +87,14 @@ POLL_INTERVAL_S = 0.25
 def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--prefill",
-        type=Number(ProcessCount),
+        type=NumberOf(ProcessCount),
         default=1,
         metavar="N",
         help="prefill instances (default: %(default)s)",
     )
     parser.add_argument(
         "--decode",
-        type=Number(ProcessCount),
+        type=NumberOf(ProcessCount),
         default=1,
         metavar="M",
         help="decode instances (default: %(default)s)",
@@ -110,7 +110,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--port",
-        type=Number(Port),
+        type=NumberOf(Port),
         default=8000,
         help="port of the router; 0: any free port (default: %(default)s)",
     )
@@ -121,7 +121,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--tensor-parallel-size",
-        type=Number(ProcessCount),
+        type=NumberOf(ProcessCount),
         default=1,
         metavar="K",
         help="tensor-parallel ranks of each engine (default: %(default)s)",
@@ -162,7 +162,7 @@ def _add_vllm_arguments(parser: Parser) -> None:
     for role in ("prefill", "decode"):
         parser.add_argument(
             f"--{role}-tp",
-            type=Number(ProcessCount),
+            type=NumberOf(ProcessCount),
             metavar="K",
             help=f"with --vllm: tensor-parallel ranks of {role} servers (default: "
             "--tensor-parallel-size)",

@@ -167,8 +167,9 @@ class NixlConnectorScheduler:
             {rank: part.layout for rank, part in parts.items()},
         )
         control = self._config.kit.side_channel()
-        host, _, port = control.address.removeprefix("tcp://").rpartition(":")
-        self._issuer.address = Address(host.strip("[]"), int(port))
+        address = Address.parse(control.address.removeprefix("tcp://"))
+        assert address is not None
+        self._issuer.address = address
         keys = (self._issuer.key, PushTicketKey(self._config.secret))
         self._side_channel = SideChannel(control, served, keys, lambda: self._wake_engine())
         self._side_channel.start()

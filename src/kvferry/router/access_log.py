@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from kvferry.config.fields import Natural
 from kvferry.router.fleet.instances import Instance
 from kvferry.router.timeline import RequestEvent, Timeline
 from kvferry.web.errors import MALFORMED_JSON
@@ -27,8 +28,8 @@ _TAIL_BYTES = 4096
 
 
 class _Usage(msgspec.Struct, gc=False):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
+    prompt_tokens: Natural | None = None
+    completion_tokens: Natural | None = None
 
 
 class _Answer(msgspec.Struct, gc=False):

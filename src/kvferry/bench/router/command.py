@@ -42,7 +42,7 @@ from kvferry.bench.router.load import (
 from kvferry.bench.router.messages import EVENTS, BenchMessages
 from kvferry.bench.router.report import Router, RouterCell, Sample, make_rows, progress, table
 from kvferry.bench.router.stubs import Stubs, start_stubs
-from kvferry.cli.arguments import Number, Parser, amount, whole
+from kvferry.cli.arguments import NumberOf, Parser, amount, whole
 from kvferry.cli.runtime import raise_file_limit, stop_signals
 from kvferry.config.fields import Count, Seconds
 from kvferry.errors import ConfigError
@@ -107,17 +107,17 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--seconds",
-        type=Number(Seconds),
+        type=NumberOf(Seconds),
         default=2.0,
         metavar="S",
         help="each router, in each round (default: %(default)s)",
     )
     parser.add_argument(
-        "--requests", type=Number(Count), metavar="N", help="so many in each round instead"
+        "--requests", type=NumberOf(Count), metavar="N", help="so many in each round instead"
     )
     parser.add_argument(
         "--repeats",
-        type=Number(Count),
+        type=NumberOf(Count),
         default=3,
         metavar="N",
         help="rounds (default: %(default)s)",

@@ -9,12 +9,14 @@ Every error is a ConfigError that names the file and the key. Reads two small fi
 """
 
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from msgspec import Meta
+
+from kvferry.config.fields import converted, span
 from kvferry.errors import ConfigError
 from kvferry.protocol.layout import can_divide
 
@@ -41,6 +43,9 @@ into any memory, and even their lists would not.
 """
 
 
+_Positive = Annotated[float, Meta(gt=0, le=1e300, description="a positive number")]
+
+
 @dataclass(frozen=True, slots=True)
 class ConfigKeys:
     """One JSON object of a file, with typed access; `null` counts as absent, except for `has`."""
@@ -61,23 +66,15 @@ class ConfigKeys:
         value = self.get(key)
         if value is None and default is not None:
             return default
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise self.fail(key, f"must be a whole number of at least {least}, got {value!r:.80}")
-        if value > MAX_COUNT:
-            raise self.fail(key, f"must be at most {MAX_COUNT}, got {value!r:.80}")
-        return value
+        return int(self._number(key, Annotated[int, span("a whole number", least, MAX_COUNT)]))
 
     def positive(self, key: str, default: float | None = None) -> float:
-        value = self.get(key)
-        if value is None and default is not None:
+        if self.get(key) is None and default is not None:
             return default
-        if (
-            not isinstance(value, int | float)
-            or isinstance(value, bool)
-            or not 0 < value <= sys.float_info.max
-        ):
-            raise self.fail(key, f"must be a positive number, got {value!r:.80}")
-        return float(value)
+        return float(self._number(key, _Positive))
+
+    def _number(self, key: str, kind: Any) -> Any:
+        return converted(f"{self.path}: {key}", self.get(key), kind)
 
     def flag(self, key: str, default: bool = False) -> bool:
         value = self.get(key)

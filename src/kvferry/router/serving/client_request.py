@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 import msgspec
 
+from kvferry.config.fields import Count
 from kvferry.errors import RemoteProtocolError
 from kvferry.router.routes.table import Api
 from kvferry.types import Address
@@ -406,7 +407,7 @@ class _Params(msgspec.Struct, gc=False):
     remote_engine_id: str | None = None
     remote_epoch: str | None = None
     """Set by a P that pushes."""
-    tp_size: int | None = None
+    tp_size: Count | None = None
 
 
 _answer_decoder: msgspec.json.Decoder[_PrefillAnswer] = msgspec.json.Decoder(_PrefillAnswer)

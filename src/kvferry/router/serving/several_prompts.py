@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from kvferry.config.fields import Natural
 from kvferry.errors import RemoteProtocolError
 from kvferry.router.http.pool import UpstreamResponse
 from kvferry.router.serving.admission import AdmissionController
@@ -37,7 +38,7 @@ _JSON = ("Content-Type", "application/json")
 _Fields = dict[str, msgspec.Raw]
 _decoder: msgspec.json.Decoder[_Fields] = msgspec.json.Decoder(_Fields)
 _choices_decoder: msgspec.json.Decoder[list[_Fields]] = msgspec.json.Decoder(list[_Fields])
-_index_decoder: msgspec.json.Decoder[int] = msgspec.json.Decoder(int)
+_index_decoder: msgspec.json.Decoder[int] = msgspec.json.Decoder(Natural)
 _encode = msgspec.json.Encoder().encode
 
 
@@ -120,9 +121,9 @@ class JoinedAnswer:
     def _add_usage(self, fields: _Fields) -> None:
         try:
             usage = msgspec.json.decode(fields.get("usage", b"null"), type=dict[str, Any] | None)
-        except MALFORMED_JSON:
-            return
-        _add_counts(self._usage, usage or {})
+            _add_counts(self._usage, usage or {})
+        except (*MALFORMED_JSON, OverflowError, ValueError):
+            return  # also for a number of hundreds of digits, to which no fraction can be added
 
 
 def _add_counts(into: dict[str, Any], more: dict[str, Any]) -> None:
