@@ -206,7 +206,8 @@ def settings_table(settings: type) -> str:
             raise SystemExit(
                 f"{settings.__name__}.{field.name} has no sentence below it that says what it means"
             )
-        value = one_line(described(hints[field.name])).replace(" that is not empty", "")
+        value = one_line(described(hints[field.name]))
+        value = value.replace(" that is not empty and has no NUL character", "")
         is_required = issubclass(settings, TierConfig) and field.name in settings.required()
         default = "required" if is_required else default_of(field)
         rows.append(f"| `{field.name}` | {value} | {default} | {meanings[field.name]} |")

@@ -165,8 +165,14 @@ def test_a_lease_outlives_several_lost_heartbeats(lease: float) -> None:
             {"kv_buffer_device": "disk"},
             'kv_buffer_device must be one of auto, cuda, cpu, got "disk"',
         ),
-        ({"engine_id": 7}, "engine_id must be a text that is not empty, got 7"),
-        ({"engine_id": ""}, 'engine_id must be a text that is not empty, got ""'),
+        (
+            {"engine_id": 7},
+            "engine_id must be a text that is not empty and has no NUL character, got 7",
+        ),
+        (
+            {"engine_id": ""},
+            'engine_id must be a text that is not empty and has no NUL character, got ""',
+        ),
         ({"kv_port": True}, "kv_port must be a port number from 0 to 65535, got true"),
         ({"enable_permute_local_kv": 1}, "enable_permute_local_kv must be true or false, got 1"),
         ({"kv_port": None}, "kv_port must be a port number from 0 to 65535, got null"),
@@ -427,6 +433,12 @@ def test_block_size_sets_the_tokens_of_a_chunk() -> None:
         ({"cpu_bytes_to_use": "much"}, "cpu_bytes_to_use must be a number of bytes or a text like"),
         ({"cpu_bytes_to_use": 0}, "tiers is missing"),
         ({"num_cpu_blocks": -1}, "num_cpu_blocks must be "),
+        ({"pool_path": "/a\0b"}, "pool_path must be a text that is not empty and has no NUL "),
+        ({"pool_path": "/a\ud800b"}, "pool_path must be a text"),
+        (
+            {"tiers": [{"disk": {"path": "/a\0b", "size": 1}}]},
+            "tiers[0].disk.path must be a text that is not empty and has no NUL character",
+        ),
     ],
 )
 def test_a_wrong_setting_of_offloading_is_named(settings: dict[str, object], sentence: str) -> None:

@@ -298,6 +298,8 @@ def test_a_running_engine_goes_on_after_its_folder_was_cleared(
         (["ls", "--remove"], "is for `kvferry store verify`"),
         (["clear", "--yes"], "name --disk, --object or --pool"),
         (["ls", "--namespace", "XY"], "not made of hex digits"),
+        (["ls", "--disk", "/a\0b"], "--disk has a NUL character"),
+        (["ls", "--pool", "/a\0b"], "--pool has a NUL character"),
         (["rm"], "invalid choice"),
     ],
 )

@@ -257,7 +257,7 @@ def test_a_server_that_dies_at_start_is_named_with_its_log_and_what_to_do(
         (["--vllm", "m", "--decode-tp", "0"], "--decode-tp must be a whole number from 1 to 256"),
         (["--vllm", 300 * "x"], "cannot be read (File name too long)"),
         (["--vllm", "org/" + 300 * "x"], "is neither a folder nor a name that the hub allows"),
-        (["--vllm", "a\0b"], "is neither a folder nor a name that the hub allows"),
+        (["--vllm", "a\0b"], "--vllm has a NUL character"),
         (["--vllm", ""], "--vllm is empty"),
         (["--vllm=~no-such-user/m"], "is not a path (the user has no home directory)"),
         (["--vllm", "m", "--vllm-python=~no-such-user/p"], "the user has no home directory"),

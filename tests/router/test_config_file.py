@@ -100,6 +100,13 @@ def test_an_empty_file_is_a_router_whose_instances_come_by_themselves() -> None:
         ('[access]\ninstance_ca_file = ""', "access.instance_ca_file is empty"),
         ('[access]\nssl_certfile = ""', "access.ssl_certfile is empty"),
         ("[access]\napi_key_file = false", "access.api_key_file must be a text"),
+        *(
+            (
+                f'[access]\n{name} = "a\\u0000b"',
+                f"access.{name} must be a text that is not empty and has no NUL",
+            )
+            for name in ("api_key_file", "instance_ca_file", "ssl_certfile")
+        ),
         ('host = ""', "host must be a text that is not empty"),
         ("port = 70000", "port must be a port number from 0 to 65535"),
     ],

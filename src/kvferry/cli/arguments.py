@@ -107,20 +107,22 @@ class Parser(argparse.ArgumentParser):
             raise ConfigError(
                 f"{show_argument(word)} is an unexpected argument of `{self.prog}`; remove it"
             )
-        self._refuse_empty(found)
+        self._refuse_unusable(found)
         return found
 
-    def _refuse_empty(self, found: argparse.Namespace) -> None:
-        """Refuse an empty value: it comes from a shell variable that is not set, and the command
-        would run without the key, certificate or address that the user meant.
+    def _refuse_unusable(self, found: argparse.Namespace) -> None:
+        """Refuse a NUL character, which no path has, and an empty value of a flag: it comes from a
+        shell variable that is not set, and the command would run without the key, certificate or
+        address that the user meant.
         """
-        for action in filter(lambda action: action.option_strings, self._actions):
+        for action in self._actions:
             value = getattr(found, action.dest, None)
             values = value if isinstance(value, list) else [value]
-            if value != action.default and "" in values:
-                raise ConfigError(
-                    f"{action.option_strings[0]} is empty; give it a value or leave it out"
-                )
+            name = (*action.option_strings, str(action.metavar))[0]
+            if any("\0" in str(each) for each in values):
+                raise ConfigError(f"{name} has a NUL character; remove it")
+            if action.option_strings and value != action.default and "" in values:
+                raise ConfigError(f"{name} is empty; give it a value or leave it out")
 
     def _refuse_unsupported(self, arguments: Sequence[str]) -> None:
         for word, following in zip(arguments, [*arguments[1:], ""], strict=False):
@@ -400,9 +402,9 @@ def amount(low: int, high: int = LARGEST_INT) -> NumberOf:
 def parse_path(text: str) -> Path:
     """For argparse: parse a path and expand `~`: the shell does so only at the start of a word."""
     try:
-        if text and "\0" not in text:
+        if text:
             return Path(text).expanduser()
-        reason = "an empty path or a NUL character"
+        reason = "an empty path"
     except RuntimeError:
         reason = "the user has no home directory"
     raise argparse.ArgumentTypeError(f"{shown(text)} is not a path ({reason})")

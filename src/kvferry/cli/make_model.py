@@ -3,9 +3,8 @@ cache.
 """
 
 import argparse
-from pathlib import Path
 
-from kvferry.cli.arguments import NumberOf, Parser
+from kvferry.cli.arguments import NumberOf, Parser, parse_path
 from kvferry.config.fields import Count, Natural
 
 DESCRIPTION = (
@@ -23,7 +22,7 @@ EXAMPLES = """\
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument(
-        "directory", metavar="DIR", type=Path, help="folder to write to; created if missing"
+        "directory", metavar="DIR", type=parse_path, help="folder to write to; created if missing"
     )
     parser.add_argument(
         "--family",

@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
-from kvferry.cli.arguments import Parser
+from kvferry.cli.arguments import Parser, parse_path
 from kvferry.cli.extras import check_extra
 from kvferry.cli.runtime import stop_signals
 from kvferry.config import ClusterSecret, ObjectTierConfig
@@ -62,7 +61,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "action", metavar="ACTION", choices=ACTIONS, help=f"one of {', '.join(ACTIONS)}"
     )
-    parser.add_argument("--disk", type=Path, metavar="PATH", help="folder of a disk tier")
+    parser.add_argument("--disk", type=parse_path, metavar="PATH", help="folder of a disk tier")
     parser.add_argument("--object", metavar="BUCKET", help="bucket of an object tier")
     parser.add_argument(
         "--endpoint", metavar="URL", help="URL of the bucket's object store (default: Amazon's)"
@@ -76,7 +75,10 @@ def add_arguments(parser: Parser) -> None:
         "--region", help="region of the bucket (default: from the environment, else us-east-1)"
     )
     parser.add_argument(
-        "--pool", type=Path, metavar="PATH", help=f"folder of a host pool, as {default_folder()}"
+        "--pool",
+        type=parse_path,
+        metavar="PATH",
+        help=f"folder of a host pool, as {default_folder()}",
     )
     parser.add_argument(
         "--namespace", metavar="HEX", help="only the namespace that starts with these digits"

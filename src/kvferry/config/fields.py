@@ -76,7 +76,16 @@ LeaseSeconds = Annotated[
         description=f"a number of seconds of at least {MIN_LEASE_SECONDS}",
     ),
 ]
-Text = Annotated[str, Meta(min_length=1, max_length=4096, description="a text that is not empty")]
+Text = Annotated[
+    str,
+    Meta(
+        min_length=1,
+        max_length=4096,
+        # No path, name or address has a NUL, or a surrogate that is no byte of a file name.
+        pattern=r"^[^\0\ud800-\udc7f\udd00-\udfff]*$",
+        description="a text that is not empty and has no NUL character",
+    ),
+]
 Texts = Annotated[tuple[Text, ...], Meta(description="a list of texts")]
 Settings = Annotated[dict[str, Any], Meta(description="an object")]
 
