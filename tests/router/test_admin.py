@@ -14,8 +14,8 @@ from aiohttp import web
 from tests.router.stubs import AS_ADMIN, Stage, StubEngine, completes, prefills, stage, stub_engine
 from tests.router.test_proxy import ONE, message
 
-from kvferry.cli.register import Registration
-from kvferry.errors import InvalidTicket
+from kvferry.cli.register import Registration, check_router_url
+from kvferry.errors import ConfigError, InvalidTicket
 from kvferry.router.fleet.instances import Instance, Role
 from kvferry.router.fleet.registration import (
     MAX_CLOCK_SKEW_S,
@@ -381,3 +381,9 @@ def test_metrics_forget_an_instance_also_when_its_last_leg_outlives_it() -> None
             assert f"127.0.0.1:{s.d.port}" not in page
 
     uvloop.run(scene())
+
+
+@pytest.mark.parametrize("host", ["a b", "a\nb", "a\0b", "a\tb", "\ud800", "a/b", "u:p@a"])
+def test_the_address_of_a_router_names_a_host_that_can_be_dialled(host: str) -> None:
+    with pytest.raises(ConfigError, match="is not the address of a router"):
+        check_router_url(f"http://{host}:8000")

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import numpy as np
@@ -31,6 +32,7 @@ from kvferry.transports.base import Operation, Segments, TransportOffer
 from kvferry.transports.copy.gather import AddressCopies, HostAddressCopier
 from kvferry.transports.tcp import wire
 from kvferry.transports.torch_dist import channel as dist_channel
+from kvferry.transports.torch_dist import group as dist_group
 from kvferry.transports.torch_dist import server as dist_server
 from kvferry.transports.torch_dist import staging as dist_staging
 from kvferry.transports.torch_dist import transport as dist_transport
@@ -174,6 +176,35 @@ def test_a_rendezvous_that_does_not_end_is_an_error() -> None:
         store = ChannelStore(Channel(ours, b"k" * 32))
         with pytest.raises(TransportError, match="does not end the rendezvous"):
             store.get("another key")
+
+
+@pytest.mark.parametrize(
+    "address",
+    [b"", bytes(170), b"\xff" * 170, (4 * 10**9).to_bytes(8, "little") + bytes(162), bytes(60_000)],
+    ids=["empty", "no name", "all ones", "long name", "too long"],
+)
+def test_a_gloo_address_in_another_form_is_refused(address: bytes) -> None:
+    """gloo would read memory that it does not own, and end the process."""
+    with _connection() as (ours, theirs):
+        Channel(theirs, b"k" * 32).send_frame("0/1", address)
+        with pytest.raises(TransportError, match="address is malformed"):
+            PairGroup.meet(Channel(ours, b"k" * 32), Backend.GLOO, Member.PRODUCER, 0)
+
+
+def test_a_peer_that_never_connects_to_gloo_fails_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """gloo waits for a connection five times as long as its timeout says."""
+    monkeypatch.setattr(dist_group, "RENDEZVOUS_TIMEOUT_S", 4.0)
+    with _connection() as (ours, theirs), ThreadPoolExecutor(1) as executor:
+        meeting = executor.submit(
+            PairGroup.meet, Channel(ours, b"k" * 32), Backend.GLOO, Member.DIALLER, 0
+        )
+        peer = Channel(theirs, b"k" * 32)
+        _, address = peer.receive_frame()
+        peer.send_frame("0/0", address)
+        with pytest.raises(TransportError, match="no process group with the peer"):
+            meeting.result(DEADLINE_S - 2)
 
 
 def test_a_refusal_and_an_early_end_are_errors(near: Side) -> None:
@@ -503,6 +534,16 @@ def _take_request(channel: Channel) -> int:
     header = wire.unpack_header(channel.receive(wire.HEADER_BYTES))
     channel.receive(header.num_descriptors * 16)
     return header.total_bytes
+
+
+@contextlib.contextmanager
+def _connection() -> Iterator[tuple[socket.socket, socket.socket]]:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as ours,
+        listener.accept()[0] as theirs,
+    ):
+        yield ours, theirs
 
 
 def _own_listening_ports() -> set[int]:

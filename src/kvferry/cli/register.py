@@ -55,6 +55,8 @@ def check_router_url(url: str) -> str:
             and parts.port != 0
             and parts.path in ("", "/")
             and "@" not in parts.netloc
+            and url.isprintable()
+            and " " not in url
         )
     except ValueError:
         is_good = False

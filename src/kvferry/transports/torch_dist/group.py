@@ -23,6 +23,8 @@ from kvferry.errors import ConfigError, TransportError
 from kvferry.transports.torch_dist.channel import STALL_TIMEOUT_S, Channel
 
 RENDEZVOUS_TIMEOUT_S = 30.0
+GLOO_CONNECT_TIMEOUTS = 5
+"""How many times its own timeout gloo waits for a connection to the peer."""
 MAX_FRAMES = 64
 """Most frames that a peer may send in one rendezvous, in which two members exchange addresses."""
 END_OF_RENDEZVOUS = ""
@@ -95,6 +97,18 @@ class ChannelStore(distributed.Store):  # type: ignore[misc, name-defined]
         return key != END_OF_RENDEZVOUS
 
 
+class _GlooStore(ChannelStore):
+    """Refuses addresses that gloo cannot parse: it trusts the lengths in them, and a wrong one ends
+    the process.
+    """
+
+    def get(self, key: str) -> bytes:
+        address = super().get(key)
+        if len({_form(each) for each in self._values.values()}) > 1:
+            raise TransportError("the peer's gloo address is malformed; run one torch on all sides")
+        return address
+
+
 class PairGroup:
     """A connected group. One thread sends and receives; any thread may `abort`.
 
@@ -111,7 +125,7 @@ class PairGroup:
     @classmethod
     def meet(cls, channel: Channel, backend: Backend, me: Member, num_channels: int) -> "PairGroup":
         """Make the group together with the peer, which calls this too."""
-        store = ChannelStore(channel)
+        store = _GlooStore(channel) if backend is Backend.GLOO else ChannelStore(channel)
         try:
             if backend is Backend.GLOO:
                 made = cls(backend, _gloo(store, me, channel.local_host), me)
@@ -166,11 +180,19 @@ def nccl_device(device: int) -> str:
 def _gloo(store: ChannelStore, me: Member, host: str) -> Any:
     gloo: Any = distributed.ProcessGroupGloo
     options = gloo._Options()
-    options._timeout = timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
+    options._timeout = timedelta(seconds=RENDEZVOUS_TIMEOUT_S / GLOO_CONNECT_TIMEOUTS)
     options._threads = 1
     # Without a host, gloo would listen on the address of the host's name.
     options._devices = [gloo.create_device(hostname=host)]
     return gloo(store, me, 2, options)
+
+
+def _form(address: bytes) -> tuple[int, bytes]:
+    """What both sides' gloo addresses have in common: the bytes after the host's name, which begin
+    with the length of the socket's address.
+    """
+    name_ends = 8 + int.from_bytes(address[:8], "little")
+    return len(address) - name_ends, address[name_ends : name_ends + 8]
 
 
 def _nccl(store: ChannelStore, me: Member, num_channels: int) -> Any:
