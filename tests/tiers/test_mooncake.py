@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -155,6 +155,23 @@ class MooncakeDistributedStore:
 """
 
 
+@contextmanager
+def opened_with(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[MooncakeTier]:
+    """A tier whose agent loads this source instead of Mooncake."""
+    (tmp_path / "mooncake").mkdir()
+    (tmp_path / "mooncake" / "__init__.py").touch()
+    (tmp_path / "mooncake" / "store.py").write_text(source)
+    path = os.environ.get("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{path}")
+    with (
+        socket.create_server(("127.0.0.1", 0)) as master,
+        opened(Address(*master.getsockname())) as tier,
+    ):
+        yield tier
+
+
 @pytest.mark.parametrize(
     ("stored_bytes", "outcome", "reason"),
     [
@@ -171,21 +188,68 @@ def test_an_object_is_removed_for_its_length_only_if_it_has_another_length(
 ) -> None:
     """Mooncake answers -600 for objects that are too large, and for other mistakes."""
     removed = tmp_path / "removed"
-    (tmp_path / "mooncake").mkdir()
-    (tmp_path / "mooncake" / "__init__.py").touch()
-    (tmp_path / "mooncake" / "store.py").write_text(
-        STORE_THAT_ANSWERS_MINUS_600.format(stored_bytes=stored_bytes, removed=str(removed))
-    )
-    path = os.environ.get("PYTHONPATH", "")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{path}")
-    with (
-        socket.create_server(("127.0.0.1", 0)) as master,
-        opened(Address(*master.getsockname())) as tier,
-    ):
+    source = STORE_THAT_ANSWERS_MINUS_600.format(stored_bytes=stored_bytes, removed=str(removed))
+    with opened_with(source, tmp_path, monkeypatch) as tier:
         result = load(tier, new_key())
     assert result.outcome is outcome
     assert reason in result.reason
     assert removed.exists() == (outcome is LoadOutcome.REFUSED)
+
+
+# -- agents that do not answer as they should --
+
+DEFECTIVE_STORE = """
+import os, stat, time
+
+def garble(answer):
+    for file in map(int, os.listdir("/dev/fd")):
+        try:
+            if stat.S_ISSOCK(os.fstat(file).st_mode):
+                os.write(file, answer)
+        except OSError:
+            pass
+    time.sleep(600)
+
+class MooncakeDistributedStore:
+    def setup(self, *settings): return 0
+    def batch_is_exist(self, names): return {answer}
+"""
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ("[1]", "malformed answer"),
+        ("[1] * 4", "malformed answer"),
+        ("[True] * 3", "malformed answer"),
+        ("['1'] * 3", "malformed answer"),
+        ("[1 << 80] * 3", "has ended"),
+        (r"garble(b'\x00\x00')", "malformed answer"),
+        (r"garble(b'\x00\x00\x00\x09\x93\x01')", "malformed answer"),
+        (r"garble(b'\x7f\xff\xff\xff')", "malformed answer"),
+        ("garble(bytes(150_000))", "malformed answer"),
+    ],
+)
+def test_a_malformed_answer_fails_the_lookup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, reason: str
+) -> None:
+    keys = [new_key() for _ in range(3)]
+    with (
+        opened_with(DEFECTIVE_STORE.format(answer=answer), tmp_path, monkeypatch) as tier,
+        pytest.raises(StorageFailed, match=reason),
+    ):
+        tier.find(keys)
+
+
+def test_the_agent_cannot_truncate_the_memory_that_it_shares_with_the_engine() -> None:
+    """The engine's next access to it would end the engine."""
+    with (
+        closing(AgentProcess(MooncakePlace(Address("127.0.0.1", 9)))) as agent,
+        agent.lane(time.monotonic() + DEADLINE_S) as lane,
+    ):
+        lane.memory(PAYLOAD_BYTES)
+        with pytest.raises(PermissionError):
+            os.ftruncate(lane.file, 0)
 
 
 # -- the master --
@@ -306,7 +370,7 @@ def test_an_agent_that_fails_in_a_call_is_started_again() -> None:
     with closing(AgentProcess(MooncakePlace(Address("127.0.0.1", 9)))) as agent:
         until = time.monotonic() + DEADLINE_S
         with agent.lane(until) as lane:
-            lane.pipe.send_bytes(b"no call")
+            lane.channel.send(b"no call")
         answer = None
         while answer is None:
             assert time.monotonic() < until

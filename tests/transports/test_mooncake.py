@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -230,6 +230,23 @@ def test_a_stranger_can_read_kv_but_not_change_it() -> None:
 
 # -- peers --
 
+DEFECTIVE_ENGINE = """
+import os, stat, time
+
+class TransferEngine:
+    def initialize(self, *settings): return 0
+    def register_memory(self, address, size_bytes): return 0
+    def get_rpc_port(self): return 1
+    def batch_transfer_sync_read(self, peer, local, remote, sizes):
+        for file in map(int, os.listdir("/dev/fd")):
+            try:
+                if stat.S_ISSOCK(os.fstat(file).st_mode):
+                    os.write(file, bytes(2))
+            except OSError:
+                pass
+        time.sleep(600)
+"""
+
 
 def test_a_peer_that_is_not_there_fails_the_read() -> None:
     with side(1) as far, side(2) as near:
@@ -252,13 +269,48 @@ def test_a_peer_that_does_not_greet_fails_the_read() -> None:
             each.close()
 
 
-def test_a_peer_that_greets_with_garbage_fails_the_read() -> None:
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "not the greeting"),
+        (Greeting(1, (1 << 64) - 1, bytes(8)).encode(), "names no memory that can be read"),
+        (Greeting(1, 1 << 63, bytes(8)).encode(), "names no memory that can be read"),
+        (Greeting(0, 1 << 40, bytes(8)).encode(), "names no memory that can be read"),
+    ],
+    ids=["not a greeting", "address of 64 bits", "address of 63 bits", "port 0"],
+)
+def test_a_peer_that_greets_with_garbage_fails_the_read(message: bytes, problem: str) -> None:
     def answer(connection: socket.socket) -> None:
         with connection:
-            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            connection.sendall(message)
 
     with side(1) as far, side(2) as near, serving(answer) as port:
-        assert "not the greeting" in read(near, far, redirected(far.transport.offer(), port))
+        pids = [agent.pid for agent in agents()]
+        assert problem in read(near, far, redirected(far.transport.offer(), port))
+        assert read(near, far) == ""
+        assert [agent.pid for agent in agents()] == pids
+
+
+def test_a_peer_at_an_address_that_this_host_cannot_dial_fails_the_read() -> None:
+    with side(1) as far, side(2) as near:
+        _, *rest = msgspec.msgpack.decode(far.transport.offer().blob)
+        blob = msgspec.msgpack.encode(["fe80::1%nosuch", *rest])
+        assert "cannot be reached" in read(near, far, replace(far.transport.offer(), blob=blob))
+
+
+def test_a_malformed_answer_ends_the_agent_and_fails_the_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mooncake").mkdir()
+    (tmp_path / "mooncake" / "__init__.py").touch()
+    (tmp_path / "mooncake" / "engine.py").write_text(DEFECTIVE_ENGINE)
+    path = os.environ.get("PYTHONPATH", "")
+    with monkeypatch.context() as changed:
+        changed.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{path}")
+        near = mooncake_side(MooncakeSettings(num_workers=2))
+    with closing(near), side(1) as far:
+        assert "has ended" in read(near, far)
+        assert read(near, far) == ""
 
 
 def test_a_stopped_peer_holds_up_its_own_transfers_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,10 @@
     python -m kvferry.tiers.mooncake.agent SETTINGS
 
 Mooncake's client may end its process or hold the GIL for minutes (decision 056), so no engine loads
-it. The tier starts this process and talks to it by *lanes*: a pipe for one call at a time, and
-memory that both processes map. One thread serves each lane. The main thread connects to the master,
-and ends the process when the tier has closed the control pipe or its process is gone.
+it. The tier starts this process and talks to it by *lanes*: a socket for one call at a time, and
+memory that both processes map. A message on such a socket arrives whole or not at all. One thread
+serves each lane. The main thread connects to the master, and ends the process when the tier has
+closed the control pipe or its process is gone.
 
 This is the only module that imports mooncake.
 """
@@ -28,13 +29,12 @@ import msgspec
 if TYPE_CHECKING:
     from mooncake.store import MooncakeDistributedStore
 
-__all__ = ["AgentSettings", "Call", "LaneFiles", "Operation"]
-
 POLL_S = 1.0
 CONNECT_S = 1.0
 SETUP_S = 15
 """Without lent memory; each gigabyte of it may take a second more to allocate and pin."""
 CLOSE_S = 5
+MAX_CALL_BYTES = 128 * 1024
 LOCAL_BUFFER_BYTES = 16 * 1024 * 1024
 """What Mooncake's client uses for calls that we do not make; it needs some."""
 
@@ -42,7 +42,7 @@ LOCAL_BUFFER_BYTES = 16 * 1024 * 1024
 class LaneFiles(msgspec.Struct, frozen=True):
     """The file descriptors that the agent inherits for one lane."""
 
-    pipe: int
+    socket: int
     memory: int
 
 
@@ -136,20 +136,20 @@ class _Lane(threading.Thread):
     def __init__(self, client: _Client, files: LaneFiles) -> None:
         super().__init__(daemon=True)
         self._client = client
-        self._pipe = Connection(files.pipe)
+        self._socket = socket.socket(fileno=files.socket)
         self._file = files.memory
         self._memory: ctypes.Array[ctypes.c_char] | None = None
 
     def run(self) -> None:
-        # The tier closes the pipe, also during a call.
-        with suppress(EOFError, OSError):
-            while True:
-                answer = self._answer_or_exit(self._pipe.recv_bytes())
-                self._pipe.send_bytes(msgspec.msgpack.encode(answer))
+        # The tier closes the socket, also during a call.
+        with suppress(OSError):
+            while message := self._socket.recv(MAX_CALL_BYTES):
+                self._socket.send(self._answer_or_exit(message))
 
-    def _answer_or_exit(self, message: bytes) -> list[int]:
+    def _answer_or_exit(self, message: bytes) -> bytes:
         try:
-            return self._answer(msgspec.msgpack.decode(message, type=Call))
+            answer = self._answer(msgspec.msgpack.decode(message, type=Call))
+            return msgspec.msgpack.encode(answer)
         # Top of a call: the tier notices the end of the process and starts another one. It would
         # not notice the end of one thread.
         except BaseException:

@@ -1,7 +1,9 @@
 """The tier's side of the agent: starts the process, and gives each call a lane and a deadline."""
 
+import fcntl
 import mmap
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -25,6 +27,7 @@ IMPORT_S = 30.0
 CLOSE_S = 7.0
 """Longer than the agent needs to take lent memory out of the store."""
 KILL_S = 5.0
+MAX_ANSWER_BYTES = 64 * 1024
 DEFAULTS = {
     # Mooncake logs a dozen lines when it starts.
     "MC_LOG_LEVEL": "ERROR",
@@ -46,6 +49,11 @@ class MooncakePlace:
     lent_bytes: int = 0
 
 
+ENDED = "the process that calls Mooncake has ended"
+MALFORMED = "the process that calls Mooncake gave a malformed answer"
+MIN_WAIT_S = 0.001
+
+
 class AgentFailed(Exception):
     """The agent did not answer. The text is a sentence for the log."""
 
@@ -54,11 +62,11 @@ class AgentFailed(Exception):
 class Lane:
     """One call at a time. The thread that took the lane from `AgentProcess` owns it."""
 
-    pipe: Connection
+    channel: socket.socket
     file: int
     generation: int
     is_overdue: bool = False
-    """The agent has not answered the last call yet, and may still use the memory."""
+    """The agent has not answered the last call properly, and may still use the memory."""
     _memory: memoryview = field(default_factory=lambda: memoryview(b""))
 
     def memory(self, size_bytes: int) -> memoryview:
@@ -73,32 +81,34 @@ class Lane:
 
     def call(self, call: Call, until: float) -> list[int]:
         """Make one call. `until` is in seconds of `time.monotonic`."""
+        self.is_overdue = True
         try:
-            # A call is smaller than the pipe's buffer, which is empty: this never waits.
-            self.pipe.send_bytes(msgspec.msgpack.encode(call))
-            if not self.pipe.poll(max(0.0, until - time.monotonic())):
-                self.is_overdue = True
-                raise AgentFailed("Mooncake did not answer in time")
-            return self._received()
-        except (EOFError, OSError):
-            raise AgentFailed("the process that calls Mooncake has ended") from None
+            # A call is smaller than the socket's buffer, which is empty: this never waits.
+            self.channel.send(msgspec.msgpack.encode(call))
+            self.channel.settimeout(max(MIN_WAIT_S, until - time.monotonic()))
+            message = self.channel.recv(MAX_ANSWER_BYTES)
+            answer = msgspec.msgpack.decode(message, type=list[int])
+        except TimeoutError:
+            raise AgentFailed("Mooncake did not answer in time") from None
+        except OSError:
+            raise AgentFailed(ENDED) from None
+        except msgspec.MsgspecError:
+            raise AgentFailed(MALFORMED if message else ENDED) from None
+        if len(answer) not in (0, len(call.names)):
+            raise AgentFailed(MALFORMED)
+        self.is_overdue = False
+        return answer
 
     def reclaim(self) -> bool:
         """Take a late answer. Whether the lane can be used again."""
-        try:
-            if self.pipe.poll(0):
-                self._received()
-                self.is_overdue = False
-        except (EOFError, OSError):
-            return False
+        with suppress(OSError):
+            self.channel.settimeout(0)
+            self.is_overdue = not self.channel.recv(MAX_ANSWER_BYTES)
         return not self.is_overdue
 
     def close(self) -> None:
-        self.pipe.close()
+        self.channel.close()
         os.close(self.file)
-
-    def _received(self) -> list[int]:
-        return msgspec.msgpack.decode(self.pipe.recv_bytes(), type=list[int])
 
 
 class AgentProcess:
@@ -179,13 +189,15 @@ class AgentProcess:
     def _start(self) -> tuple[subprocess.Popen[bytes], Connection]:
         self._generation += 1
         control, agent_control = Pipe()
-        agent_pipes, files = [], []
+        agent_sockets, files = [], []
         for _ in range(NUM_LANES):
-            pipe, agent_pipe = Pipe()
-            file = os.memfd_create("kvferry-mooncake")
-            self._idle.append(Lane(pipe, file, self._generation))
-            agent_pipes.append(agent_pipe)
-            files.append(LaneFiles(agent_pipe.fileno(), file))
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            file = os.memfd_create("kvferry-mooncake", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            # A shorter file would end this process at its next access to the memory.
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+            self._idle.append(Lane(ours, file, self._generation))
+            agent_sockets.append(theirs)
+            files.append(LaneFiles(theirs.fileno(), file))
         place = self._place
         settings = AgentSettings(
             parent=os.getpid(),
@@ -199,18 +211,24 @@ class AgentProcess:
             host=place.host,
             lent_bytes=place.lent_bytes,
         )
-        process = subprocess.Popen(
-            # -P: a folder `mooncake` in the working directory must not be imported.
-            [sys.executable, "-P", "-m", "kvferry.tiers.mooncake.agent", _json(settings)],
-            pass_fds=[settings.control, *(fd for lane in files for fd in (lane.pipe, lane.memory))],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            env=mooncake_environment(os.environ, DEFAULTS),
-            # Ctrl-C in a terminal is for the engine, which then closes the tier.
-            start_new_session=True,
-        )
-        for pipe in (agent_control, *agent_pipes):
-            pipe.close()
+        try:
+            process = subprocess.Popen(
+                # -P: a folder `mooncake` in the working directory must not be imported.
+                [sys.executable, "-P", "-m", "kvferry.tiers.mooncake.agent", _json(settings)],
+                pass_fds=[
+                    settings.control,
+                    *(n for lane in files for n in (lane.socket, lane.memory)),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=mooncake_environment(os.environ, DEFAULTS),
+                # Ctrl-C in a terminal is for the engine, which then closes the tier.
+                start_new_session=True,
+            )
+        finally:
+            agent_control.close()
+            for each in agent_sockets:
+                each.close()
         return process, control
 
     def _check_import(self) -> None:

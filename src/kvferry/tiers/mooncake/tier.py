@@ -35,7 +35,7 @@ __all__ = ["MooncakeDeadlines", "MooncakeTier"]
 
 TOLERATED_FAILURES = 2
 MAX_NAMES = 512
-"""The most names of one call, which must be smaller than the buffer of a pipe."""
+"""The most names of one call, which must be smaller than the buffer of a channel."""
 
 # Codes of Mooncake.
 NO_ROOM = -200

@@ -7,7 +7,8 @@ it. The transport starts this process, which maps the KV cache and
 
 - lets peers read the cache. Over tcp it is mapped without permission to write, so nothing that
   arrives at Mooncake's ports can change KV.
-- reads from peers into the cache. Each *lane* is a pipe and a thread that makes one call at a time.
+- reads from peers into the cache. Each *lane* is a socket and a thread that makes one call at a
+  time. A message on such a socket arrives whole or not at all.
 - greets: a peer that connects to the transport's port gets a `Greeting` with the place of
   Mooncake's current port. The connection stays open as long as this process lives, so its end tells
   the peer that the greeting is no longer valid.
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 Bytes = npt.NDArray[np.uint8]
 
 POLL_S = 1.0
+MAX_CALL_BYTES = 128 * 1024
 START_S = 20
 """How long Mooncake may take to start; to pin memory for rdma, a second more for each gigabyte."""
 RDMA_DEVICES = "/sys/class/infiniband/*"
@@ -135,25 +137,25 @@ class _Engines:
 class _Lane(threading.Thread):
     """Makes the calls of one lane until the transport closes it."""
 
-    def __init__(self, engines: _Engines, pipe: int, cache: int) -> None:
+    def __init__(self, engines: _Engines, file: int, cache: int) -> None:
         super().__init__(daemon=True)
         self._engines = engines
-        self._pipe = Connection(pipe)
+        self._socket = socket.socket(fileno=file)
         self._cache = cache
 
     def run(self) -> None:
-        # The transport closes the pipe, also during a call.
-        with suppress(EOFError, OSError):
-            while True:
-                code = self._read_or_exit(self._pipe.recv_bytes())
-                self._pipe.send_bytes(msgspec.msgpack.encode(code))
+        # The transport closes the socket, also during a call.
+        with suppress(OSError):
+            while message := self._socket.recv(MAX_CALL_BYTES):
+                self._socket.send(self._read_or_exit(message))
 
-    def _read_or_exit(self, message: bytes) -> int:
+    def _read_or_exit(self, message: bytes) -> bytes:
         try:
             call = msgspec.msgpack.decode(message, type=ReadCall)
             local = [self._cache + offset for offset in call.local]
             engine = self._engines.reader(call.peer, call.incarnation)
-            return int(engine.batch_transfer_sync_read(call.peer, local, call.remote, call.sizes))
+            code = engine.batch_transfer_sync_read(call.peer, local, call.remote, call.sizes)
+            return msgspec.msgpack.encode(int(code))
         # Top of a call: the transport notices the end of the process and starts another one. It
         # would not notice the end of one thread.
         except BaseException:
@@ -220,8 +222,8 @@ def main() -> None:
     except (ImportError, OSError) as error:
         control.send_bytes(str(error).encode())
         raise SystemExit(1) from None
-    for pipe in settings.lanes:
-        _Lane(engines, pipe, landing.ctypes.data).start()
+    for file in settings.lanes:
+        _Lane(engines, file, landing.ctypes.data).start()
     control.send_bytes(b"")
     port, incarnation = engines.serving.get_rpc_port(), secrets.token_bytes(INCARNATION_BYTES)
     greeting = Greeting(port, served.ctypes.data, incarnation)

@@ -26,6 +26,7 @@ START_S = 30.0
 RESTART_S = 1.0
 """The shortest time between two starts."""
 KILL_S = 5.0
+MAX_ANSWER_BYTES = 1024
 DEFAULTS = {
     # Mooncake logs a dozen lines when it starts, and each connection that fails.
     "MC_LOG_LEVEL": "ERROR",
@@ -57,9 +58,9 @@ class MooncakeSettings:
 
 @dataclass(slots=True, eq=False)
 class _Lane(Generic[T]):
-    """A pipe that carries one call at a time."""
+    """A socket that carries one call at a time."""
 
-    pipe: Connection
+    channel: socket.socket
     owner: T | None = None
     """On whose behalf the call is made; None: the lane is idle."""
 
@@ -106,10 +107,10 @@ class AgentProcess(Generic[T]):
         """Make a call on an idle lane; `poll` returns its answer."""
         lane = next(lane for lane in self._lanes if lane.owner is None)
         lane.owner = owner
-        # If the process has ended, `poll` says so. A call is smaller than the pipe's buffer, which
-        # is empty: this never waits.
+        # If the process has ended, `poll` says so. A call is smaller than the socket's buffer,
+        # which is empty: this never waits.
         with suppress(OSError):
-            lane.pipe.send_bytes(msgspec.msgpack.encode(call))
+            lane.channel.send(msgspec.msgpack.encode(call))
 
     def poll(self) -> list[tuple[T, str | None]]:
         """The calls that have ended, each with its problem. If the process has ended, so have all
@@ -119,15 +120,19 @@ class AgentProcess(Generic[T]):
             return self._restart()
         answers: list[tuple[T, str | None]] = []
         for lane in self._lanes:
+            if lane.owner is None:
+                continue
             try:
-                if lane.owner is not None and lane.pipe.poll(0):
-                    code = msgspec.msgpack.decode(lane.pipe.recv_bytes(), type=int)
-                    problem = None if code == 0 else f"Mooncake cannot read (code {code})"
-                    answers.append((lane.owner, problem))
-                    lane.owner = None
-            except (EOFError, OSError):
-                # The process is ending; its calls have ended when it is gone.
+                code = msgspec.msgpack.decode(lane.channel.recv(MAX_ANSWER_BYTES), type=int)
+            except BlockingIOError:
+                continue
+            except (OSError, msgspec.MsgspecError):
+                # The process is ending, or defective; its calls have ended when it is gone.
+                self.kill()
                 break
+            problem = None if code == 0 else f"Mooncake cannot read (code {code})"
+            answers.append((lane.owner, problem))
+            lane.owner = None
         return answers
 
     def kill(self) -> None:
@@ -137,7 +142,7 @@ class AgentProcess(Generic[T]):
 
     def close(self) -> None:
         """End the process. Idempotent."""
-        self._close_pipes()
+        self._close_channels()
         if self._process is not None:
             self._process.kill()
             # A process that hangs in a driver ends when the driver lets it.
@@ -149,29 +154,32 @@ class AgentProcess(Generic[T]):
         lost: list[tuple[T, str | None]] = [
             (lane.owner, ENDED) for lane in self._lanes if lane.owner is not None
         ]
-        self._close_pipes()
+        self._close_channels()
         if time.monotonic() >= self._not_before:
             _log.warning("%s; another one is started", ENDED)
             try:
                 self._spawn()
             except OSError as error:
-                self._close_pipes()
+                self._close_channels()
                 _log.warning("no process for Mooncake can be started error=%s", error)
         return lost
 
     def _spawn(self) -> Connection:
-        """Start a process. Calls can be submitted at once, and wait in the pipes."""
+        """Start a process. Calls can be submitted at once, and wait in the channels."""
         self._not_before = time.monotonic() + RESTART_S
         self._control, agent_control = Pipe()
-        pairs = [Pipe() for _ in range(self._settings.num_workers)]
+        family, kind = socket.AF_UNIX, socket.SOCK_SEQPACKET
+        pairs = [socket.socketpair(family, kind) for _ in range(self._settings.num_workers)]
+        for ours, _ in pairs:
+            ours.setblocking(False)
         self._lanes = [_Lane(ours) for ours, _ in pairs]
-        pipes = [agent_control, *(theirs for _, theirs in pairs)]
+        theirs = [theirs for _, theirs in pairs]
         settings = AgentSettings(
             parent=os.getpid(),
             control=agent_control.fileno(),
             listener=self._listener.fileno(),
             memory=self._memory_fd,
-            lanes=[theirs.fileno() for _, theirs in pairs],
+            lanes=[each.fileno() for each in theirs],
             host=self._host,
             protocol=self._settings.protocol,
             device_name=self._settings.device_name,
@@ -180,7 +188,7 @@ class AgentProcess(Generic[T]):
             self._process = subprocess.Popen(
                 # -P: a folder `mooncake` in the working directory must not be imported.
                 [sys.executable, "-P", "-m", "kvferry.transports.mooncake.agent", _json(settings)],
-                pass_fds=[pipe.fileno() for pipe in pipes] + [settings.listener, settings.memory],
+                pass_fds=[settings.control, *settings.lanes, settings.listener, settings.memory],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env=mooncake_environment(os.environ, DEFAULTS),
@@ -188,13 +196,14 @@ class AgentProcess(Generic[T]):
                 start_new_session=True,
             )
         finally:
-            for pipe in pipes:
-                pipe.close()
+            agent_control.close()
+            for each in theirs:
+                each.close()
         return self._control
 
-    def _close_pipes(self) -> None:
+    def _close_channels(self) -> None:
         for lane in self._lanes:
-            lane.pipe.close()
+            lane.channel.close()
         self._lanes = []
         if self._control is not None:
             self._control.close()

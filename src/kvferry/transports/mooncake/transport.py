@@ -4,7 +4,7 @@ Owned by one thread. Mooncake runs in a process of its own, the agent (`agent.py
 same memory as this process. Why: docs/decisions/057-mooncake-transfer-engine.md.
 
     our engine                 our agent                    the peer's agent
-    MooncakeTransport -pipes-> TransferEngine ---------->   TransferEngine
+    MooncakeTransport -calls-> TransferEngine ---------->   TransferEngine
           `---------------------- greeting ------------->   (its listener belongs to the peer's
                                                             engine, so its port never changes)
 
@@ -30,6 +30,7 @@ from kvferry.transports.base import (
     memory_not_registered,
 )
 from kvferry.transports.copy.segments import (
+    MAX_ADDRESS,
     Descriptors,
     batches,
     check_regions,
@@ -121,7 +122,7 @@ class MooncakeTransport:
         started = time.perf_counter()
         link = self._checked(peer, segments)
         descriptors = descriptors_between(segments, self._regions, link.regions)
-        # A call also fits into the buffer of a lane's pipe.
+        # A call also fits into the buffer of a lane's channel.
         max_descriptors = max(1, MAX_DESCRIPTORS // self._max_calls_per_peer)
         parts = batches(descriptors, MAX_BATCH_BYTES, max_descriptors)
         return self._start(link, parts, started)
@@ -266,7 +267,8 @@ class _Link:
         family = socket.AF_INET6 if ":" in offer.host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         # Errors show when the greeting is received.
-        self._socket.connect_ex((offer.host, offer.port))
+        with suppress(OSError):
+            self._socket.connect((offer.host, offer.port))
 
     def problem(self, now: float) -> str | None:
         """Receive the greeting. Says why the peer cannot be read from, if it cannot."""
@@ -276,7 +278,7 @@ class _Link:
             while chunk := self._socket.recv(GREETING_BYTES + 1):
                 self._received += chunk
                 if len(self._received) >= GREETING_BYTES:
-                    self.greeting = Greeting.decode(self._received)
+                    self.greeting = self._checked_greeting()
             return f"the Mooncake process of {self.peer} has ended"
         except BlockingIOError:
             if self.greeting is None and now > self._greet_until:
@@ -287,6 +289,12 @@ class _Link:
 
     def close(self) -> None:
         self._socket.close()
+
+    def _checked_greeting(self) -> Greeting:
+        greeting = Greeting.decode(self._received)
+        if not greeting.port or greeting.address + self._offer.size_bytes > MAX_ADDRESS:
+            raise ValueError("its greeting names no memory that can be read")
+        return greeting
 
     def call(self, batch: Descriptors, our_memory: int) -> ReadCall:
         """The call for a batch between addresses in the two engines' processes."""
@@ -372,7 +380,7 @@ def _decoded(peer: PeerId, offer: TransportOffer) -> _MooncakeOffer:
     with suppress(msgspec.MsgspecError, ValueError):
         decoded = msgspec.msgpack.decode(offer.blob, type=_MooncakeOffer)
         ipaddress.ip_address(decoded.host)
-        if 0 < decoded.port < 1 << 16 and decoded.address >= 0 and decoded.size_bytes > 0:
+        if 0 < decoded.port < 1 << 16 and decoded.address >= 0 < decoded.size_bytes < MAX_ADDRESS:
             return decoded
     raise TransportError(
         f"the mooncake offer of {peer} cannot be understood; do both sides run the same kvferry?"
