@@ -23,6 +23,7 @@ __all__ = [
     "RemoteProtocolError",
     "RequestRefused",
     "TransportError",
+    "without_password",
 ]
 
 
@@ -94,3 +95,9 @@ class RequestRefused(KVFerryError):
         self.param = param
         self.retry_after_s = retry_after_s
         super().__init__(message)
+
+
+def without_password(url: str) -> str:
+    """The URL as messages show it: without user and password, which no log may contain."""
+    _, at, rest = url.rpartition("@")
+    return f"***@{rest}" if at else url

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.cli.hub import COMMIT, Hub
@@ -149,6 +150,30 @@ def test_settings_with_which_the_client_fails_are_one_sentence(
     result = fetch("http://127.0.0.1:9", tmp_path, **{variable: value})
     assert sentence in refusal(result)
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        {"status": 418},
+        {"status": 401},
+        {"token": "hf_secret"},
+        {"cut_after": 1000, "cuts": 1},
+        {},
+    ],
+)
+@pytest.mark.parametrize("password", ["a-secret", "@/ secret"])
+def test_no_message_shows_the_password_of_the_hub(
+    faults: dict[str, Any], password: str, files: Path, tmp_path: Path
+) -> None:
+    with Hub.of_folder(NAME, files, **faults).serving() as hub:
+        url = hub.url.replace("://", f"://user:{password}@")
+        missing = {} if faults else {"revision": "v9"}
+        result = fetch(url, tmp_path, **missing)
+    # For a download that was cut, that is the client's own log.
+    if password == "a-secret":
+        assert hub.url.removeprefix("http://") in result.stderr
+    assert "secret" not in result.stdout + result.stderr
 
 
 def test_ctrl_c_ends_a_download_at_once(files: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ The import of huggingface_hub takes half a second, so functions that fetch a nam
 """
 
 import errno
+import logging
 import os
 import re
 import shutil
@@ -23,20 +24,10 @@ from kvferry import engine
 from kvferry.cli.extras import check_extra
 from kvferry.config.fields import shown
 from kvferry.engine.model.config import read_json_object, read_model_config
-from kvferry.errors import ConfigError, KVFerryError
+from kvferry.errors import ConfigError, KVFerryError, without_password
 
 if TYPE_CHECKING:
     from huggingface_hub.errors import HfHubHTTPError
-
-__all__ = [
-    "DEFAULT_MODEL",
-    "DEFAULT_MODEL_NAME",
-    "find_checkpoint",
-    "find_config",
-    "has_chat_template",
-    "is_hub_name",
-    "prefetch",
-]
 
 DEFAULT_MODEL = Path(engine.__file__).parent / "default_model"
 """The checkpoint that comes with kvferry; `scripts/train_model/` made it."""
@@ -59,6 +50,8 @@ SMALL_FILES = (
 _EXIT_INTERRUPTED = 130
 _ABANDONED = re.compile(r".+\.[0-9a-f]{8}\.incomplete")
 """A partial file whose name is never used again. Older clients continue those of other names."""
+_PASSWORD = re.compile(r"(?<=://)\S*@")
+"""User and password of the URLs in a text of the client: HF_ENDPOINT may have them, and proxies."""
 PATTERNS = (*SMALL_FILES, "model.safetensors", "model-*-of-*.safetensors")
 """All files that the embedded engine reads. Files with pickles are never fetched."""
 
@@ -326,6 +319,7 @@ def _explained(model: str, revision: str | None) -> Iterator[None]:
             LocalEntryNotFoundError,
             RevisionNotFoundError,
         )
+        from huggingface_hub.utils import logging as client_log
     # The client reads its variables when it is imported.
     except ValueError as error:
         raise ConfigError(
@@ -333,7 +327,9 @@ def _explained(model: str, revision: str | None) -> Iterator[None]:
             "HF_ENDPOINT and the variables that begin with HF_HUB_"
         ) from error
 
-    hub = constants.ENDPOINT
+    hub = without_password(constants.ENDPOINT)
+    for handler in client_log.get_logger("huggingface_hub").handlers:
+        handler.addFilter(_redact)
     try:
         yield
     except HFValidationError as error:
@@ -372,7 +368,7 @@ def _refused(model: str, error: "HfHubHTTPError") -> ConfigError:
     from huggingface_hub import constants, get_token
     from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
 
-    hub, status = constants.ENDPOINT, error.response.status_code
+    hub, status = without_password(constants.ENDPOINT), error.response.status_code
     if isinstance(error, EntryNotFoundError):
         return ConfigError(f"{model} on {hub} has no {CONFIG}; name a model that has one")
     if isinstance(error, RepositoryNotFoundError) or status in (401, 403):
@@ -406,14 +402,21 @@ def _failed(model: str, error: Exception) -> ConfigError:
             "that can be written"
         )
     return ConfigError(
-        f"{model} cannot be fetched from {constants.ENDPOINT} ({reason}); check the network, "
-        "HF_TOKEN, HF_ENDPOINT and the variables of proxies, and start again: files that are "
-        "complete are kept"
+        f"{model} cannot be fetched from {without_password(constants.ENDPOINT)} ({reason}); check "
+        "the network, HF_TOKEN, HF_ENDPOINT and the variables of proxies, and start again: files "
+        "that are complete are kept"
     )
 
 
 def _reason(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0][:200] or type(error).__name__
+    first = (str(error).splitlines() or [""])[0] or type(error).__name__
+    return _PASSWORD.sub("***@", first)[:200]
+
+
+def _redact(record: logging.LogRecord) -> bool:
+    """Filter of the client's log, which quotes the URLs of its requests."""
+    record.msg, record.args = _PASSWORD.sub("***@", record.getMessage()), ()
+    return True
 
 
 def _existing(path: Path) -> Path:

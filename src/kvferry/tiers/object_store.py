@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from kvferry.errors import ConfigError, MissingDependency
+from kvferry.errors import ConfigError, MissingDependency, without_password
 from kvferry.tiers.backoff import StorageFailed, StorageHealth, StorageNotAsked
 from kvferry.tiers.base import (
     LoadOutcome,
@@ -401,7 +401,8 @@ def _scheme(endpoint: str) -> str:
         )
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(
-            f"the object tier's endpoint {endpoint!r} is not a URL; write https://host:port"
+            f"the object tier's endpoint {without_password(endpoint)!r} is not a URL; write "
+            "https://host:port"
         )
     return parts.scheme
 

@@ -7,7 +7,7 @@ from enum import StrEnum
 from ipaddress import AddressValueError, IPv6Address
 from urllib.parse import urlsplit
 
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, without_password
 from kvferry.types import Address
 
 __all__ = ["Instance", "Outcome", "Role", "pair_instances", "parse_instance", "shown_url"]
@@ -110,9 +110,8 @@ def parse_instance(role: Role, url: str) -> Instance:
 
 
 def shown_url(url: str) -> str:
-    """The URL as messages show it: without user and password, which no log may contain."""
-    _, at, rest = url.rpartition("@")
-    return repr(f"***@{rest}" if at else url)[:200]
+    """The URL as messages show it: quoted, of bounded length, without user and password."""
+    return repr(without_password(url))[:200]
 
 
 def _is_host(host: str) -> bool:
