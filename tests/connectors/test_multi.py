@@ -15,11 +15,12 @@ from tests.connectors.pair import (
     EngineSide,
     step_until,
 )
-from tests.connectors.store_connector import DUMMY, STORES, Store, child
+from tests.connectors.store_connector import DUMMY, STORES, Store, StoreStats, child
 
 from kvferry.connectors.contract import KVConnectorTransferResults, RequestStatus
 from kvferry.connectors.multi.connector import MultiConnector
 from kvferry.connectors.multi.stats import MultiStats
+from kvferry.engine.transfer_log import ConnectorTotals
 from kvferry.errors import ConfigError
 from kvferry.transports.memory import MemoryNetwork
 
@@ -524,7 +525,7 @@ WRONG_RESULTS: dict[str, list[Any]] = {
         (False, {"x": object()}),
         (False, {"x": 10**30}),
     ],
-    "get_kv_connector_stats": [7, {}],
+    "get_kv_connector_stats": [7, {}, StoreStats({"x": object()})],
     "build_connector_meta": [None],
     "build_connector_worker_meta": [7],
     "has_pending_push_work": [Unclear()],
@@ -666,13 +667,37 @@ def test_the_stats_of_two_equal_children_stay_apart(network: MemoryNetwork, stor
         assert (store.num_loaded_blocks, STORES["other"].num_loaded_blocks) == (2, 2)
         stats = d.worker.get_kv_connector_stats()
         assert isinstance(stats, MultiStats)
-        more = MultiStats(parts=dict(stats.parts))
         assert stats.to_dict()["children"]["StoreConnector[0]"] == {"store_loads": 1}
         assert stats.to_dict()["children"]["StoreConnector[1]"] == {"store_loads": 1}
-        assert stats.to_dict()["store_loads"] == 2
-        assert "StoreConnector[1]: store_loads" in more.reduce()
+        more = MultiStats().aggregate(stats).aggregate(stats).to_dict()
+        assert more["children"]["StoreConnector[1]"] == {"store_loads": 2}
         assert_equal_blocks(d.memory, [1, 2, 3, 4], d.memory, [20, 21, 22, 23])
         sides.finish(request, [], RequestStatus.FINISHED_ABORTED, 0)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"transports": 3},
+        {"transports": {"shm": 3}},
+        {"levels": 7},
+        {"samples": {"of_its_own": [1, "x"]}},
+        {"transfers": "many"},
+        {"children": 7, "counts": []},
+    ],
+    ids=str,
+)
+def test_the_stats_of_a_child_cannot_change_the_engines_own(
+    network: MemoryNetwork, store: Store, data: dict[str, Any]
+) -> None:
+    with Sides(network, PULL, child("StoreConnector", "d")) as sides:
+        totals = ConnectorTotals()
+        for answer in (data, dict.fromkeys(data, 1), data):
+            store.answers = {"get_kv_connector_stats": StoreStats(answer)}
+            totals.add(sides.d.worker.get_kv_connector_stats())
+        assert totals.summaries() == []
+        assert totals.to_dict()["children"]["StoreConnector"].keys() <= data.keys()
+        assert not totals.to_dict().keys() & data.keys() - {"children"}
 
 
 def test_the_fill_of_the_tests_is_not_uniform(network: MemoryNetwork, store: Store) -> None:

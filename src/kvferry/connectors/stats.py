@@ -155,7 +155,9 @@ class KVConnectorStats:
         self.data = {}
 
     def aggregate(self, other: "KVConnectorStats") -> "KVConnectorStats":
-        raise NotImplementedError
+        """Add another rank's or step's numbers to this object, and return it."""
+        merge_stats(self.data, other.data)
+        return self
 
     def reduce(self) -> dict[str, int | float]:
         """The few numbers that a log line shows."""
@@ -231,11 +233,6 @@ class TransferStats(KVConnectorStats):
         }
         add_up(self.data, {"transfers": 1, "transports": {transport: row}, "samples": samples})
 
-    def aggregate(self, other: KVConnectorStats) -> "TransferStats":
-        """Add another rank's or step's numbers to this object, and return it."""
-        merge_stats(self.data, other.data)
-        return self
-
     def reduce(self) -> dict[str, int | float]:
         samples: dict[str, list[float]] = self.data.get("samples", {})
         seconds, moved = (
@@ -278,15 +275,22 @@ def merge_stats(into: dict[str, Any], later: Mapping[str, Any]) -> None:
 
 
 def add_up(into: dict[str, Any], row: Mapping[str, Any]) -> None:
-    """Add numbers to numbers and lists to lists of the same name, at any depth; a value of any
-    other type replaces the old value.
+    """Add numbers to numbers and lists to lists of the same name, at any depth. A value of any
+    other type, or of another type than the old value, replaces the old value.
     """
     for name, value in row.items():
+        old = into.get(name)
         if isinstance(value, Mapping):
-            add_up(into.setdefault(name, {}), value)
+            if not isinstance(old, dict):
+                old = into[name] = {}
+            add_up(old, value)
         elif isinstance(value, list):
-            into[name] = [*into.get(name, ()), *value]
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            into[name] = into.get(name, 0) + value
+            into[name] = [*(old if isinstance(old, list) else ()), *value]
+        elif _is_number(value):
+            into[name] = (old if _is_number(old) else 0) + value
         else:
             into[name] = value
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

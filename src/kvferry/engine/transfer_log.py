@@ -161,8 +161,9 @@ class ConnectorTotals:
             data = stats.to_dict()
             samples = data.pop("samples", {})
             merge_stats(self._data, data)
-            for name, values in samples.items():
-                for value in values:
+            # A connector of another package may collect samples under names of its own.
+            for name in HISTOGRAMS.keys() & samples.keys():
+                for value in samples[name]:
                     # The keys are text because the histogram crosses to the API process in a
                     # message.
                     bucket = str(bisect_left(HISTOGRAMS[name], value))

@@ -24,6 +24,7 @@ import msgspec
 
 from kvferry.connectors.contract import KVConnectorTransferResults
 from kvferry.connectors.multi.lookup import ChildTraits
+from kvferry.connectors.stats import KVConnectorStats
 from kvferry.errors import ConfigError
 from kvferry.events import TransferTimes
 
@@ -261,7 +262,11 @@ def _ids(answer: Any) -> set[int]:
 
 
 def _stats(answer: Any) -> Any:
-    return None if answer is None or answer.is_empty() else answer
+    if answer is None or answer.is_empty():
+        return None
+    if isinstance(answer, KVConnectorStats):
+        msgspec.msgpack.encode(answer.to_dict())  # the API process gets these numbers
+    return answer
 
 
 def _step_message(answer: Any) -> Any:

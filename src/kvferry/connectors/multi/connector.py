@@ -135,7 +135,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         stats = MultiStats()
         for child, part in self._children.call_each("get_kv_connector_stats"):
             if part is not None:
-                stats.parts[self._children.names[child]] = part
+                stats.add(self._children.names[child], part)
         stats.counts |= self._children.take_counts()
         if self._scheduler_half is not None:
             stats.counts |= self._scheduler_half.take_counts()

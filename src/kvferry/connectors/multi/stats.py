@@ -1,14 +1,13 @@
 """Statistics of a `MultiConnector`: those of each child, by the child's name, and how often each
-child failed. Plain data.
+child failed. Plain data: no method of a child's own class is called after the step that made it.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvferry.connectors.stats import KVConnectorStats, add_up, merge_stats
-
-__all__ = ["CHILD_COUNTERS", "MultiStats", "OwnCounts"]
+from kvferry.connectors.offloading.metadata import OffloadStats
+from kvferry.connectors.stats import KVConnectorStats, TransferStats, add_up, merge_stats
 
 CHILD_COUNTERS: Mapping[str, str] = {
     "child_failures": "Exceptions of a child of MultiConnector, which other children survived.",
@@ -28,44 +27,34 @@ _UNSUMMED = ("samples", "levels")
 
 @dataclass
 class MultiStats(KVConnectorStats):
-    """The stats of each child, in `parts`; `data` is unused."""
+    """The sum of all children in `data`, and the numbers of each child."""
 
-    parts: dict[str, KVConnectorStats] = field(default_factory=dict)
+    children: dict[str, dict[str, Any]] = field(default_factory=dict)
     counts: OwnCounts = field(default_factory=dict)
 
+    def add(self, child: str, part: KVConnectorStats) -> None:
+        """Add a child's numbers. Those of kvferry's connectors are also summed under the names that
+        a single connector would use, so that metrics and dashboards need not know of a
+        `MultiConnector`. Another connector may use these names for something else.
+        """
+        row = part.to_dict()
+        if isinstance(part, TransferStats | OffloadStats):
+            merge_stats(self.data, row)
+        self.children[child] = {key: row[key] for key in row if key not in _UNSUMMED}
+
     def reset(self) -> None:
-        self.parts, self.counts = {}, {}
+        self.data, self.children, self.counts = {}, {}, {}
 
     def aggregate(self, other: KVConnectorStats) -> "MultiStats":
         assert isinstance(other, MultiStats)
-        for name, part in other.parts.items():
-            known = self.parts.get(name)
-            self.parts[name] = part if known is None else known.aggregate(part)
+        super().aggregate(other)
+        add_up(self.children, other.children)
         add_up(self.counts, other.counts)
         return self
 
-    def reduce(self) -> dict[str, int | float]:
-        """The numbers of a log line, each with the child's name."""
-        return {
-            f"{child}: {name}": value
-            for child, part in self.parts.items()
-            for name, value in part.reduce().items()
-        }
-
     def is_empty(self) -> bool:
-        return not self.counts and all(part.is_empty() for part in self.parts.values())
+        return not (self.data or self.children or self.counts)
 
     def to_dict(self) -> dict[str, Any]:
-        """The numbers under the names that a single connector would use, so that metrics and
-        dashboards need not know of a `MultiConnector`; and those of each child under `children`.
-        """
-        data: dict[str, Any] = {}
-        children: dict[str, dict[str, Any]] = {}
-        for child, part in self.parts.items():
-            row = part.to_dict()
-            merge_stats(data, row)
-            children[child] = {key: row[key] for key in row if key not in _UNSUMMED}
-        data.update(self.counts)
-        if children:
-            data["children"] = children
-        return data
+        data = {**self.data, **self.counts}
+        return {**data, "children": self.children} if self.children else data

@@ -11,7 +11,7 @@ from kvferry.connectors.contract import (
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
-from kvferry.connectors.stats import KVConnectorStats, add_up, merge_stats
+from kvferry.connectors.stats import KVConnectorStats, add_up
 from kvferry.tiers.base import ObjectKey, TierUsage
 from kvferry.tiers.commands import ContentsChanged, OffloadCommand, TierCounts
 
@@ -161,10 +161,6 @@ class OffloadStats(KVConnectorStats):
         for level, value in zip(TIER_LEVELS, values, strict=True):
             levels = self.data.setdefault("levels", {})
             levels.setdefault(f"{tier} {level}", {})[reporter] = value
-
-    def aggregate(self, other: KVConnectorStats) -> "OffloadStats":
-        merge_stats(self.data, other.data)
-        return self
 
     def reduce(self) -> dict[str, int | float]:
         """One figure per tier and direction, for the log line."""
