@@ -527,7 +527,6 @@ WRONG_RESULTS: dict[str, list[Any]] = {
     ],
     "get_kv_connector_stats": [7, {}, StoreStats({"x": object()})],
     "build_connector_meta": [None],
-    "build_connector_worker_meta": [7],
     "has_pending_push_work": [Unclear()],
     "has_pending_block_frees": [Unclear()],
     "take_events": [7],

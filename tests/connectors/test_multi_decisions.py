@@ -11,8 +11,9 @@ from typing import Any, NamedTuple, cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.connectors.store_connector import StoreWorkerMetadata
 
-from kvferry.connectors.contract import KVConnectorTransferResults
+from kvferry.connectors.contract import KVConnectorOutput, KVConnectorTransferResults
 from kvferry.connectors.multi.children import (
     MAX_FAILURES,
     SLOW_CALL_S,
@@ -28,7 +29,7 @@ from kvferry.connectors.multi.lookup import (
     TokenRange,
     find_plan,
 )
-from kvferry.connectors.multi.metadata import MultiMetadata
+from kvferry.connectors.multi.metadata import MultiMetadata, MultiWorkerMetadata
 from kvferry.connectors.multi.requests import RequestTable
 from kvferry.connectors.multi.scheduler import EngineView, MultiScheduler
 from kvferry.connectors.multi.transfers import RankTransfers
@@ -545,6 +546,30 @@ def test_a_child_is_disabled_if_it_keeps_failing_or_fails_decisively() -> None:
     assert not health.note_failure(0, "look", "x", is_decisive=True)
     assert health.note_failure(1, "load", "y", is_decisive=True)
     assert health.disabled == {0: "x", 1: "y"}
+
+
+class Listening:
+    """A connector that keeps what its ranks have sent."""
+
+    def __init__(self) -> None:
+        self.heard: Any = None
+
+    def update_connector_output(self, output: Any) -> None:
+        self.heard = output.kv_connector_worker_meta
+
+    def shutdown(self) -> None: ...
+
+
+@pytest.mark.parametrize("wrong", [7, None, {}])
+def test_messages_of_ranks_that_their_class_cannot_join_disable_one_child(wrong: Any) -> None:
+    connectors = [Listening(), Listening()]
+    children = Children(connectors, ["A", "B"], [ChildTraits(0), ChildTraits(1)])
+    scheduler = MultiScheduler(children, cast(EngineView, None), BLOCK, 1.0)
+    ranks = [MultiWorkerMetadata({0: [wrong], 1: [StoreWorkerMetadata(1)]}) for _ in range(3)]
+    report = ranks[0].aggregate(ranks[1]).aggregate(ranks[2])
+    scheduler.take_output(KVConnectorOutput(), report, {})
+    assert list(children.disabled) == [0]
+    assert connectors[1].heard == StoreWorkerMetadata(3)
 
 
 def test_equal_children_have_different_names() -> None:

@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import msgspec
@@ -109,22 +110,52 @@ class Children:
         """Call a method of an enabled child. `default` is the result if the child is disabled,
         raises an exception or returns a value of the wrong type.
         """
+        check = _CHECKS.get(method, _unchanged)
+        return self._guard(
+            child,
+            method,
+            lambda: check(getattr(self._connectors[child], method)(*args, **more)),
+            default=default,
+            is_decisive=is_decisive,
+        )
+
+    def aggregate(self, child: int, messages: Sequence[Any]) -> Any:
+        """Join the messages of a child's ranks to one; None if there is none. If the child's class
+        cannot join them, what the ranks reported is lost.
+        """
+        if not messages:
+            return None
+        return self._guard(
+            child,
+            "aggregate",
+            lambda: reduce(lambda joined, message: joined.aggregate(message), messages),
+            default=None,
+            is_decisive=True,
+        )
+
+    def _guard(
+        self,
+        child: int,
+        name: str,
+        call: Callable[[], Any],
+        *,
+        default: Any,
+        is_decisive: bool,
+    ) -> Any:
         if child in self._health.disabled:
             return default
         began = self._clock()
         try:
-            result = getattr(self._connectors[child], method)(*args, **more)
-            if method in _CHECKS:
-                result = _CHECKS[method](result)
+            result = call()
         # A child may be any class, so it may raise any exception; the engine serves on without it.
         except Exception as error:
-            if method == "wait_for_save" and isinstance(error, TimeoutError):
+            if name == "wait_for_save" and isinstance(error, TimeoutError):
                 is_decisive = is_decisive and not self.traits[child].store_timeouts_are_harmless
-            self.note_failure(child, method, error, is_decisive=is_decisive)
+            self.note_failure(child, name, error, is_decisive=is_decisive)
             return default
         finally:
-            self.note_duration(child, method, self._clock() - began)
-        self._health.note_success(child, method)
+            self.note_duration(child, name, self._clock() - began)
+        self._health.note_success(child, name)
         return result
 
     def note_duration(self, child: int, call: str, duration_s: float) -> None:
@@ -275,9 +306,7 @@ def _step_message(answer: Any) -> Any:
     return answer
 
 
-def _worker_meta(answer: Any) -> Any:
-    if answer is not None and not callable(getattr(answer, "aggregate", None)):
-        raise TypeError(f"the worker's message has no method aggregate: {answer!r:.80}")
+def _unchanged(answer: Any) -> Any:
     return answer
 
 
@@ -293,7 +322,6 @@ _CHECKS: Mapping[str, Callable[[Any], Any]] = {
     "get_block_ids_with_load_errors": _ids,
     "get_kv_connector_stats": _stats,
     "build_connector_meta": _step_message,
-    "build_connector_worker_meta": _worker_meta,
     "register_finished_partial_tail": bool,
     "has_pending_push_work": bool,
     "has_urgent_work": bool,

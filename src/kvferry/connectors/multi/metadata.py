@@ -37,8 +37,8 @@ class MultiMetadata(KVConnectorMetadata):
 class MultiWorkerMetadata(KVConnectorWorkerMetadata):
     """The ranks' message to the scheduler."""
 
-    parts: dict[int, Any] = field(default_factory=dict)
-    """Each child's own message."""
+    parts: dict[int, list[Any]] = field(default_factory=dict)
+    """The own messages of each child, from the ranks that have one."""
     failed: dict[str, set[int]] = field(default_factory=dict)
     """Requests whose load has failed, with the children that failed."""
     given_up: dict[str, set[int]] = field(default_factory=dict)
@@ -52,9 +52,10 @@ class MultiWorkerMetadata(KVConnectorWorkerMetadata):
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "MultiWorkerMetadata":
         assert isinstance(other, MultiWorkerMetadata)
-        parts = dict(self.parts)
-        for child, part in other.parts.items():
-            parts[child] = parts[child].aggregate(part) if child in parts else part
+        parts = {
+            child: [*self.parts.get(child, ()), *other.parts.get(child, ())]
+            for child in self.parts.keys() | other.parts.keys()
+        }
         return MultiWorkerMetadata(
             parts,
             _united(self.failed, other.failed),

@@ -305,7 +305,9 @@ class MultiScheduler:
             part.finished_recving = news.by_child_recving.get(child, set())
             part.failed_recving = news.by_child_failed.get(child, set())
             part.finished_sending = news.by_child_sending.get(child, set())
-            part.kv_connector_worker_meta = report.parts.get(child)
+            part.kv_connector_worker_meta = self._children.aggregate(
+                child, report.parts.get(child, [])
+            )
             part.kv_cache_events = events.get(child)
             self._children.call(child, "update_connector_output", part)
         output.finished_recving = news.recving

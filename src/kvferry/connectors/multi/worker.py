@@ -139,7 +139,7 @@ class MultiWorker:
     def build_worker_meta(self) -> MultiWorkerMetadata | None:
         for child, part in self._children.call_each("build_connector_worker_meta"):
             if part is not None:
-                self._report.parts[child] = part
+                self._report.parts[child] = [part]
         report, self._report = self._report, MultiWorkerMetadata()
         return None if report.is_empty else report
 
