@@ -34,7 +34,7 @@ from kvferry.tiers.base import LoadOutcome, ObjectKey, StoreOutcome
 from kvferry.tiers.disk import DiskTier, read_file_by_os
 from kvferry.tiers.disk_space import DiskSpace, draft_name
 from kvferry.tiers.files import OPEN_FLAGS
-from kvferry.tiers.keys import Namespace
+from kvferry.tiers.keys import NAMESPACE_FILE, Namespace
 from kvferry.transports.copy.native import native_or
 
 PAYLOAD_BYTES = 8192
@@ -585,14 +585,37 @@ def test_drafts_of_dead_writers_are_deleted_and_those_of_living_ones_kept(
     store(tier, key)
     folder = object_path(root, key).parent
     ages_s = {"young": 10.0, "old": HOUR_S, "future": -HOUR_S}
-    drafts = {name: folder / draft_name(new_key().hex()) for name in ages_s}
-    for name, draft in drafts.items():
-        draft.write_bytes(b"half an object")
+    drafts = {
+        (name, path.name): path.parent / draft_name(path.name)
+        for name in ages_s
+        for path in (folder / new_key().hex(), folder.parent / NAMESPACE_FILE)
+    }
+    for (name, _), draft in drafts.items():
+        draft.write_bytes(b"half a file")
         at = time.time() - ages_s[name]
         os.utime(draft, (at, at))
     DiskSpace(root, max_bytes=2**30).sweep()
-    assert [name for name, draft in drafts.items() if draft.exists()] == ["young"]
+    assert [name for (name, _), draft in drafts.items() if draft.exists()] == ["young"] * 2
     assert load(tier, key) is LoadOutcome.LOADED
+
+
+def test_what_a_process_that_is_killed_as_it_opens_the_folder_leaves_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(path: str) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    root = tmp_path / "cache"
+    with monkeypatch.context() as changed:
+        changed.setattr(os, "unlink", die)
+        with opened(root):
+            pass
+    left = all_files(root)
+    assert len(left) > 1
+    for file in left:
+        os.utime(file, (1, 1))
+    DiskSpace(root, max_bytes=2**30).sweep()
+    assert [file.name for file in all_files(root)] == [NAMESPACE_FILE]
 
 
 # -- other processes --

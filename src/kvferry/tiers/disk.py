@@ -299,9 +299,9 @@ def _prepare_root(root: Path) -> None:
 
 def _allows_direct_io(folder: str) -> bool:
     """Try direct I/O once: some network file systems and older tmpfs refuse it."""
-    path = f"{folder}/.direct-io"
+    path = f"{folder}/{draft_name(NAMESPACE_FILE)}"  # a sweep deletes it if this process is killed
     try:
-        opened = _open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
+        opened = _open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT)
         try:
             return os.write(opened, mmap.mmap(-1, PAGE_BYTES)) == PAGE_BYTES
         finally:

@@ -8,6 +8,7 @@ what the others write, so the folder may exceed its limit by that much.
     <root>/<namespace: 32 hex digits>/<2 hex digits>/<key: 64 hex digits>       an object
     <root>/<namespace: 32 hex digits>/<2 hex digits>/.<key>.<16 hex digits>.tmp  being written
     <root>/<namespace: 32 hex digits>/namespace.json                             for people
+    <root>/<namespace: 32 hex digits>/.namespace.json.<16 hex digits>.tmp        being written
 """
 
 import errno
@@ -227,6 +228,7 @@ class _Scan:
     def files(self) -> Iterator[_StoredFile]:
         """Yield the objects, and delete the drafts of dead writers."""
         for namespace in self._folders(self._root, NAMESPACE_NAME):
+            yield from self._files_of(namespace)  # drafts of its description
             for folder in self._folders(namespace.path, FOLDER_NAME):
                 yield from self._files_of(folder)
 
