@@ -135,9 +135,9 @@ async def leave_raw(url: str, asked: asyncio.Event) -> None:
     writer.close()
 
 
-async def post_raw(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def post_raw(url: str, **fields: object) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
-    body = json.dumps(ONE).encode()
+    body = json.dumps(ONE | fields).encode()
     writer.write(
         b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nContent-Length: %d\r\n\r\n%b"
         % (len(body), body)
@@ -257,7 +257,7 @@ def test_beside_d_s_leg_it_is_handed_back_unless_d_has_taken_over(has_begun: boo
             reader, writer = await post_raw(url)
             await reader.readuntil(b"hello")
             writer.close()
-            reader, writer = await post_raw(url)
+            reader, writer = await post_raw(url, stream=has_begun)
             await asked.wait()
             if has_begun:
                 await reader.readuntil(b"data: 1")

@@ -170,15 +170,19 @@ def test_the_error_of_one_prompt_ends_the_request_and_frees_the_others(is_stream
         ([b'data: {"error":{"message":"out of blocks"}}\n\n'], "out of blocks"),
         ([b"data: no json\n\n"], "not a completion"),
         ([], "closed the connection"),
+        (None, "ended before its last event"),
     ],
 )
 def test_a_stream_that_has_begun_ends_with_the_error_of_the_prompt_that_failed(
-    last: list[bytes], reason: str
+    last: list[bytes] | None, reason: str
 ) -> None:
     async def scene() -> None:
         async def fails_at_b(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
             behave = (
-                streams([*events(body)[:1], *last], then="hang" if last else "drop")
+                streams(
+                    [*events(body)[:1], *(last or [])],
+                    then="hang" if last else "end" if last is None else "drop",
+                )
                 if body["prompt"] == "b"
                 else streams(events(body)[:1], then="hang")
             )
@@ -322,7 +326,7 @@ def test_answers_that_are_too_long_together_end_the_request() -> None:
 def test_an_answer_that_is_no_completion_is_the_fault_of_its_engine() -> None:
     async def scene() -> None:
         async def mumbles(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-            return web.json_response([body["prompt"]])
+            return web.json_response({"choices": body["prompt"]})
 
         async with stage(prefills, mumbles) as s:
             status, _, body = await s.post({"prompt": ["a", "b"]})

@@ -20,6 +20,7 @@ from tests.router.stubs import (
     stage,
     streams,
 )
+from tests.router.test_several_prompts import echoes
 
 from kvferry.types import FailurePolicy
 
@@ -225,7 +226,7 @@ def test_an_instance_that_still_sends_is_not_silent() -> None:
                 await asyncio.sleep(0.005)
             return response
 
-        async with stage(prefills, [busy, completes], **QUICK) as s:
+        async with stage(prefills, [busy, echoes], **QUICK) as s:
             await until_ready(s, (200, 1, 2))
             # Instances take turns: of two requests of each kind, one goes to the busy instance.
             asked = [

@@ -46,7 +46,13 @@ from kvferry.router.serving.instance_client import (
 )
 from kvferry.router.serving.push import PushSources
 from kvferry.router.serving.side_channel import PrefilledBlocks, wait_for_answer
-from kvferry.router.serving.stream_start import StreamStart, is_event_stream, peek_start
+from kvferry.router.serving.stream_start import (
+    StreamStart,
+    check_kind,
+    check_object,
+    is_event_stream,
+    peek_start,
+)
 from kvferry.router.timeline import RequestEvent
 from kvferry.types import Address
 from kvferry.web.errors import error_message
@@ -128,6 +134,7 @@ class PrefillLeg:
             if answer.status >= 500:
                 failure = await self.instance_client.server_error(answer, instance, call)
                 return _with_reason(failure, await _ask_reason(failure, leg_id, self.ask_failure))
+            check_kind(answer, is_streamed=False)
             text = await self.instance_client.read(answer)
             if 400 <= answer.status < 500:
                 call.outcome = Outcome.ANSWERED
@@ -136,6 +143,7 @@ class PrefillLeg:
                 return HttpResponse(answer.status, forwarded_headers(answer.headers), text)
             if answer.status != 200:
                 raise RemoteProtocolError(f"it answered with status {answer.status}")
+            check_object(answer, text)
             if is_aborted(context.client.api, text):
                 self.release_leg(instance, leg_id)
                 return self.instance_client.aborted(instance, call)
@@ -282,6 +290,7 @@ class DecodeLeg:
                 return await self._explain(context, call, failure, leg_id)
             # A complete body, or the start of a stream, must arrive before the client gets a byte:
             # until then another D can be tried.
+            check_kind(answer, is_streamed=context.client.is_streamed)
             whole, start = None, StreamStart()
             is_stream = is_event_stream(answer)
             if context.first_token is not None and answer.status < 400:
@@ -290,6 +299,8 @@ class DecodeLeg:
                 start = await peek_start(answer, self.instance_client.options.timeouts.idle)
             else:
                 whole = await self.instance_client.read(answer)
+                if answer.status == 200:
+                    check_object(answer, whole)
             if whole is not None and answer.status == NOT_FOUND:
                 call.outcome = Outcome.ANSWERED
                 return self.instance_client.lacks_model(answer, whole, instance)
@@ -307,7 +318,12 @@ class DecodeLeg:
             self._note_first(context, call)
             if whole is not None:
                 headers = forwarded_headers(answer.headers)
-                self._send(context, call, HttpResponse(answer.status, headers, whole))
+                try:
+                    self._send(context, call, HttpResponse(answer.status, headers, whole))
+                except RemoteProtocolError:
+                    call.outcome = Outcome.FAILED
+                    held.reclaim()
+                    raise
             else:
                 await self._relay(context, held, instance, answer, call)
         return None
@@ -361,10 +377,12 @@ class DecodeLeg:
         body = answer.body
         if context.facts is not None:
             context.facts.note_decode(context.request_id, body)
-        if context.turn_id is not None and answer.status == 200:
-            params, body = take_turn_params(body)
-            self.turns.retain(context, call.leg, params)
+        if context.turn_id is None or answer.status != 200:
+            context.send(answer)
+            return
+        params, body = take_turn_params(body)
         context.send(replace(answer, body=body))
+        self.turns.retain(context, call.leg, params)
 
     async def _relay(
         self,

@@ -18,6 +18,7 @@ import msgspec
 
 from kvferry.config.fields import Natural
 from kvferry.errors import RemoteProtocolError
+from kvferry.router.http.messages import InvalidResponse
 from kvferry.router.http.pool import UpstreamResponse
 from kvferry.router.serving.admission import AdmissionController
 from kvferry.router.serving.context import (
@@ -34,6 +35,7 @@ from kvferry.web.errors import MALFORMED_JSON, error_message
 MAX_AT_ONCE = 16
 """Prompts of one request that run at the same time."""
 _JSON = ("Content-Type", "application/json")
+_DONE = b"[DONE]"
 
 _Fields = dict[str, msgspec.Raw]
 _decoder: msgspec.json.Decoder[_Fields] = msgspec.json.Decoder(_Fields)
@@ -84,7 +86,7 @@ class JoinedAnswer:
         stream has no such event. RemoteProtocolError if the event is an error or is malformed.
         """
         data = event_data(event)
-        if not data or data == b"[DONE]":
+        if not data or data == _DONE:
             return b""
         fields, choices = self._read(number, data)
         if not choices and "usage" in fields:
@@ -174,8 +176,7 @@ class _PromptContext(RequestContext):
         return False
 
     def send(self, answer: HttpResponse) -> None:
-        # In answer to a stream, D sends a complete response only if it has failed.
-        if answer.status != 200 or self.client.is_streamed:
+        if answer.status != 200:
             self.failure = answer
             return
         self.joined.add(self.number, answer.body)
@@ -190,15 +191,19 @@ class _PromptContext(RequestContext):
         idle_timeout_s: float,
         filter: Callable[[bytes], bytes] | None,
     ) -> None:
-        headers = stream_headers(answer.headers)
+        headers, is_complete = stream_headers(answer.headers), False
 
         async def pass_on(events: list[bytes]) -> None:
+            nonlocal is_complete
+            is_complete = is_complete or any(event.rstrip().endswith(_DONE) for event in events)
             joined = b"".join(self.joined.event(self.number, event) for event in events)
             if joined:
                 self.has_written = True
                 await self.write(joined, headers)
 
         await relay_events(answer, idle_timeout_s, filter, pass_on)
+        if not is_complete:  # the joined stream would end as if all of it had arrived
+            raise InvalidResponse("its stream ended before its last event")
 
     async def interrupt(self, status: int, message: str) -> None:
         self.failure = build_error_response(status, message)

@@ -1,4 +1,5 @@
-"""Waits for the event of a stream that shows whether an engine generates, failed or is stopping.
+"""Checks what an engine answers with, and waits for the event of a stream that shows whether the
+engine generates, failed or is stopping.
 
 Runs on the event loop. An engine may send its response head, and events that repeat the client's
 settings, long before the first token. The router waits for the event after those before it sends
@@ -8,10 +9,10 @@ the client a byte: until then another instance can be asked.
 import re
 from dataclasses import dataclass
 
+from kvferry.errors import RemoteProtocolError
+from kvferry.router.http.messages import InvalidResponse
 from kvferry.router.http.pool import UpstreamResponse
 from kvferry.router.serving.event_splitter import event_data
-
-__all__ = ["StreamStart", "is_event_stream", "peek_start"]
 
 # One event of a stream, with its name if it has one; `error` matches if the event is an error.
 _EVENT = re.compile(
@@ -28,6 +29,8 @@ _BEFORE_FIRST_TOKEN = (
 )
 # A stream without an event within this many bytes counts as begun.
 _MAX_START = 64 * 1024
+_MAX_SPACE = 64
+_SHOWN_BYTES = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +46,47 @@ class StreamStart:
 
 
 def is_event_stream(answer: UpstreamResponse) -> bool:
-    return (answer.headers.get("content-type") or "").startswith("text/event-stream")
+    return _content_type(answer).partition(";")[0].strip().lower() == "text/event-stream"
+
+
+def check_kind(answer: UpstreamResponse, *, is_streamed: bool) -> None:
+    """Raise RemoteProtocolError if an engine answers a stream where JSON was requested, or the
+    reverse. An answer with an error may have either form.
+    """
+    if answer.status == 200 and is_event_stream(answer) is not is_streamed:
+        raise _unexpected(answer, "an event stream" if is_streamed else "JSON")
+
+
+def check_object(answer: UpstreamResponse, body: bytes) -> None:
+    """Raise RemoteProtocolError if the body of a successful answer cannot be a JSON object. A body
+    in another encoding (gzip) is not looked at.
+    """
+    if answer.headers.get("content-encoding") is not None:
+        return
+    ends = body[:_MAX_SPACE].lstrip()[:1] + body[-_MAX_SPACE:].rstrip()[-1:]
+    if ends != b"{}":
+        shown = "an empty body" if not body else f"the body {body[:_SHOWN_BYTES]!r}"
+        raise _unexpected(answer, "a JSON object", f" and {shown}")
+
+
+def _unexpected(answer: UpstreamResponse, expected: str, more: str = "") -> RemoteProtocolError:
+    kind = ascii(_content_type(answer)[:_SHOWN_BYTES]) if _content_type(answer) else "none"
+    return RemoteProtocolError(
+        f"it answered with the content type {kind}{more} where {expected} was expected; check that "
+        "its address is that of an engine"
+    )
+
+
+def _content_type(answer: UpstreamResponse) -> str:
+    return answer.headers.get("content-type") or ""
 
 
 async def peek_start(answer: UpstreamResponse, timeout_s: float) -> StreamStart:
     """Wait for the start of a stream; its bytes stay in the stream. Raises UpstreamError."""
-    event = _find(await answer.peek(_is_enough, timeout_s))
+    start = await answer.peek(_is_enough, timeout_s)
+    if not _is_enough(start):
+        raise InvalidResponse("its event stream ended before the first event")
+    event = _find(start)
     if event is None:
         return StreamStart()
     return StreamStart(event[0].lstrip(b"\n"), event["error"] is not None)
