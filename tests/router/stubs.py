@@ -278,6 +278,7 @@ async def serving(
     sock = socket.create_server(("127.0.0.1", 0))
     sock.setblocking(False)
     port: int = sock.getsockname()[1]
+    app.listens_at(Address("127.0.0.1", port))
     await app.start()
     try:
         await server.start(sock, tls)

@@ -11,10 +11,9 @@ An engine that registers itself sends a statement sealed with the cluster secret
 effects are on the fleet and the callbacks.
 """
 
-import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
@@ -60,9 +59,7 @@ class Admin:
     """Called after every change of the fleet."""
     on_instance_gone: Callable[[Instance], object]
     """Called when an instance was removed."""
-    statements: AcceptedStatements = field(
-        default_factory=lambda: AcceptedStatements(secrets.token_hex(8))
-    )
+    statements: AcceptedStatements
 
     def routes(self) -> Mapping[str, Mapping[str, Callable[[bytes], HttpResponse]]]:
         return {
@@ -113,6 +110,7 @@ class Admin:
                 msgspec.json.decode(body, type=_Registration).statement, now
             )
             instance = parse_instance(statement.role, statement.url)
+            self.fleet.check_foreign(instance)
             if statement.router_id != self.statements.router_id:
                 return build_error_response(
                     409,
@@ -145,6 +143,8 @@ class Admin:
         try:
             named = msgspec.json.decode(body, type=_Named)
             instance = parse_instance(named.role, named.url)
+            if not must_exist:
+                self.fleet.check_foreign(instance)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             return build_error_response(
                 400, f'send {{"role": "prefill" or "decode", "url": "http://HOST:PORT"}}: {error}'

@@ -8,6 +8,7 @@ access. A path belongs either to a page of the router or to a route of the engin
 import asyncio
 import logging
 import random
+import secrets
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -24,12 +25,13 @@ from kvferry.router.conversations.turns import TurnQuery, TurnTracker
 from kvferry.router.fleet.dns import ServiceResolver
 from kvferry.router.fleet.fleet import Fleet, FleetOptions
 from kvferry.router.fleet.instances import Instance, Role
-from kvferry.router.fleet.registration import Registrar
+from kvferry.router.fleet.registration import ROUTER_ID_HEADER, AcceptedStatements, Registrar
 from kvferry.router.fleet.services import DiscoveredInstances
 from kvferry.router.fleet.watcher import InstanceWatcher
 from kvferry.router.http.messages import ServerRequest
 from kvferry.router.http.pool import UpstreamPool
 from kvferry.router.http.server import ResponseParts, ResponseWriter
+from kvferry.router.http.via import check_route
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.options import RouterOptions
 from kvferry.router.pages import Pages
@@ -103,8 +105,15 @@ class RouterApp:
         conversations = Conversations(
             options.conversations.max_count, options.conversations.max_bytes
         )
+        self._router_id = secrets.token_hex(8)
         instance_client = InstanceClient(
-            options, self.fleet, self._upstreams, self.metrics, time_series, _client_tls(options)
+            options,
+            self.fleet,
+            self._upstreams,
+            self.metrics,
+            time_series,
+            self._router_id,
+            _client_tls(options),
         )
         push_sources = PushSources(push_key)
 
@@ -140,7 +149,13 @@ class RouterApp:
             access_log=self._access_log,
             tracer=tracer,
         )
-        admin = Admin(self.fleet, registrar, self.watcher.probe_now, self.watcher.forget_instance)
+        admin = Admin(
+            self.fleet,
+            registrar,
+            self.watcher.probe_now,
+            self.watcher.forget_instance,
+            AcceptedStatements(self._router_id),
+        )
         pages = Pages(
             options,
             self.access_policy,
@@ -160,6 +175,12 @@ class RouterApp:
             self.watcher.probe_now,
         )
         self._background: list[asyncio.Task[None]] = []
+
+    def listens_at(self, address: Address) -> None:
+        """Note where the server listens; ConfigError if that is the address of an instance."""
+        self.fleet.listening = address
+        for member in self.fleet.members():
+            self.fleet.check_foreign(member.instance)
 
     async def start(self) -> None:
         self._background = [
@@ -204,6 +225,10 @@ class RouterApp:
         """The answer to a request that is refused; None if the request is admitted."""
         policy = self.access_policy
         cors = policy.cors_headers(request.headers)
+        loop = check_route(self._router_id, request.headers)
+        if loop is not None:
+            headers = [(ROUTER_ID_HEADER, self._router_id), *cors]
+            return build_error_response(loop.status, loop.message, headers=headers)
         if not methods:
             return _unknown_route(request, cors)
         if request.method not in methods and not (request.method == "HEAD" and "GET" in methods):

@@ -20,7 +20,7 @@ from kvferry.router.fleet.fleet import Fleet, Member, RoutingHints
 from kvferry.router.fleet.instances import Instance, Outcome, Role
 from kvferry.router.fleet.members import MemberState
 from kvferry.router.fleet.watcher import InstanceWatcher
-from kvferry.router.http.messages import ServerRequest, UpstreamError
+from kvferry.router.http.messages import Headers, ServerRequest, UpstreamError
 from kvferry.router.options import RouterOptions
 from kvferry.router.serving.admission import AdmissionController
 from kvferry.router.serving.context import HttpResponse, build_error_response, forwarded_headers
@@ -140,7 +140,7 @@ class Pages:
                         if self.options.access.api_keys
                         else request.headers.get("authorization")
                     )
-                    response = await self._get(instance, request.path, theirs)
+                    response = await self._get(instance, request.path, theirs, request.headers)
                     call.outcome = Outcome.ANSWERED if response.status < 500 else Outcome.FAILED
                     if response.status == UNAVAILABLE:
                         call.outcome = Outcome.REFUSED
@@ -225,11 +225,17 @@ class Pages:
             watcher=self.watcher.latest.get(member.instance),
         )
 
-    async def _get(self, instance: Instance, path: str, authorization: str | None) -> HttpResponse:
+    async def _get(
+        self,
+        instance: Instance,
+        path: str,
+        authorization: str | None,
+        client: Headers | None = None,
+    ) -> HttpResponse:
         key = self.options.access.instance_key
         shown = f"Bearer {key}" if key else authorization
         headers = [("Authorization", shown)] if shown is not None else []
-        with await self.instance_client.get(instance, path, headers) as answer:
+        with await self.instance_client.get(instance, path, headers, client) as answer:
             return HttpResponse(
                 answer.status,
                 forwarded_headers(answer.headers),

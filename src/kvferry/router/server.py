@@ -88,6 +88,7 @@ async def _serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, lambda: (force_stop if stop.is_set() else stop).set())
     app = make_app()
+    app.listens_at(Address(*sock.getsockname()[:2]))
     server = make_server(app)
     await app.start()
     try:

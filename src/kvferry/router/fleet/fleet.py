@@ -19,9 +19,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import floor, inf
 
-from kvferry.errors import LocalProtocolError
+from kvferry.errors import ConfigError, LocalProtocolError
 from kvferry.router.fleet.health import Breaker, BreakerPhase, HealthOptions
-from kvferry.router.fleet.instances import Instance, Outcome, Role
+from kvferry.router.fleet.instances import Instance, Outcome, Role, reaches
 from kvferry.router.fleet.members import (
     Leg,
     Member,
@@ -31,6 +31,7 @@ from kvferry.router.fleet.members import (
     leg_weight,
 )
 from kvferry.router.fleet.policies import Policy, make_policy
+from kvferry.types import Address
 
 __all__ = ["Fleet", "FleetOptions", "Leg", "Member", "MemberState", "RoutingHints"]
 
@@ -76,10 +77,26 @@ class Fleet:
         }
         self._members: dict[Instance, Member] = {}
         self._num_chosen = 0
+        self.listening: Address | None = None
+        """Where the router itself listens, once it does."""
         self.kv_used_at: dict[Instance, float] = {}
         """When a D last used the KV of each P. Kept since a D first failed to, empty before."""
 
     # -- membership --
+
+    def is_own(self, instance: Instance) -> bool:
+        """Whether the instance would be this router. Names are not looked up: the probes find those
+        that lead back.
+        """
+        return self.listening is not None and reaches(instance.address, self.listening)
+
+    def check_foreign(self, instance: Instance) -> None:
+        """Raise ConfigError if the instance would be this router."""
+        if self.is_own(instance):
+            raise ConfigError(
+                f"{instance} would be this router, which listens on {self.listening}; give the "
+                "address of an engine"
+            )
 
     def add(self, instance: Instance, now: float) -> Member:
         """Add a permanent member. Adding a draining member again ends the draining."""

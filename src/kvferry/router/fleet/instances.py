@@ -4,13 +4,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from ipaddress import AddressValueError, IPv6Address
+from ipaddress import AddressValueError, IPv4Address, IPv6Address, ip_address
 from urllib.parse import urlsplit
 
 from kvferry.errors import ConfigError, without_password
 from kvferry.types import Address
-
-__all__ = ["Instance", "Outcome", "Role", "pair_instances", "parse_instance", "shown_url"]
 
 COOLDOWN_S = 1.0
 """Cooldown after a refusal: the `Retry-After` that a draining engine sends. The cooldown is short,
@@ -112,6 +110,34 @@ def parse_instance(role: Role, url: str) -> Instance:
 def shown_url(url: str) -> str:
     """The URL as messages show it: quoted, of bounded length, without user and password."""
     return repr(without_password(url))[:200]
+
+
+def reaches(target: Address, listening: Address) -> bool:
+    """Whether a connection to `target` certainly reaches the socket that listens at `listening` on
+    this machine. Looks up no name but localhost.
+    """
+    if target.port != listening.port:
+        return False
+    [here] = _ips(listening.host)
+    for there in _ips(target.host):
+        if there == here or (here.is_unspecified and there.is_loopback):
+            return True
+        # The system connects to the loopback address in place of 0.0.0.0 and [::].
+        if there.is_unspecified and (here.is_loopback or here.is_unspecified):
+            return True
+    return False
+
+
+def _ips(host: str) -> list[IPv4Address | IPv6Address]:
+    """The addresses that a host certainly has; none if it is another name than localhost."""
+    if host.rstrip(".") == "localhost":
+        return [IPv4Address("127.0.0.1"), IPv6Address("::1")]
+    try:
+        found = ip_address(host)
+    except ValueError:
+        return []
+    mapped = found.ipv4_mapped if isinstance(found, IPv6Address) else None
+    return [mapped or found]
 
 
 def _is_host(host: str) -> bool:

@@ -22,7 +22,7 @@ RegistrationTtl = Annotated[float, span("a number of seconds", 1, 3600)]
 """An instance renews several times in this time: with a shorter one it would flood the routers."""
 SecondsSince1970 = Annotated[float, span("a time in seconds since 1970", 0, 1 << 40)]
 ROUTER_ID_HEADER = "Kvferry-Router-Id"
-"""Header with which a router answers a statement that was made for another incarnation."""
+"""Header with which a router names its incarnation when it refuses a statement or a loop."""
 
 
 class Statement(msgspec.Struct, frozen=True):

@@ -77,11 +77,14 @@ class DiscoveredInstances:
     _leaving: set[Instance] = field(default_factory=set)
 
     def update(self, service: ServiceName, hosts: Collection[str], now: float) -> bool:
-        """Apply the addresses of a service; True if they have changed. No address is no change."""
-        if not hosts:
+        """Apply the addresses of a service; True if they have changed. No address is no change, and
+        neither is the address of the router itself.
+        """
+        found = (Instance(service.role, Address(host, service.port)) for host in hosts)
+        after = frozenset(instance for instance in found if not self.fleet.is_own(instance))
+        if not after:
             return False
         before = self._listed.get(service, frozenset())
-        after = frozenset(Instance(service.role, Address(host, service.port)) for host in hosts)
         self._listed[service] = after
         for instance in sorted(after - before, key=str):
             self._join(instance, now)

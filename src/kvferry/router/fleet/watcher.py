@@ -22,7 +22,8 @@ from kvferry.router.fleet.instance_metrics import (
 )
 from kvferry.router.fleet.instances import Instance
 from kvferry.router.http.messages import UpstreamError
-from kvferry.router.serving.instance_client import InstanceClient, describe_error
+from kvferry.router.http.via import LOOP_DETECTED
+from kvferry.router.serving.instance_client import LEADS_BACK, InstanceClient, describe_error
 from kvferry.types import Address
 
 __all__ = ["InstanceWatcher"]
@@ -184,7 +185,8 @@ class InstanceWatcher:
         if status == 200:
             self.instance_client.fleet.note_probe_passed(instance, now)
         else:
-            self.instance_client.fleet.note_probe_failed(instance, now, f"its health is {status}")
+            reason = LEADS_BACK if status == LOOP_DETECTED else f"its health is {status}"
+            self.instance_client.fleet.note_probe_failed(instance, now, reason)
         reading = read_metrics(page if page_status == 200 else b"")
         self._readings[instance] = reading
         self._note_restart(instance, reading, now)

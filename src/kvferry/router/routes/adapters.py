@@ -15,6 +15,7 @@ import msgspec
 from kvferry.errors import RequestRefused
 from kvferry.router.fleet.instances import Instance
 from kvferry.router.http.messages import ServerRequest, UpstreamError
+from kvferry.router.http.via import via
 from kvferry.router.serving.context import HttpResponse, build_error_response
 from kvferry.router.serving.instance_client import UNAVAILABLE, InstanceClient, describe_error
 from kvferry.web.errors import error_body, error_message
@@ -62,7 +63,7 @@ class Adapters:
         client, timeouts = self.instance_client, self.instance_client.options.timeouts
         key = client.options.access.instance_key
         # Not the request's own headers: they contain the router's admin key.
-        headers = [("Content-Type", "application/json")]
+        headers = [("Content-Type", "application/json"), via(client.router_id, request.headers)]
         headers += [("Authorization", f"Bearer {key}")] if key else []
         try:
             with await client.upstreams.send(

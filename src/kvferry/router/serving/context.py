@@ -23,6 +23,7 @@ from kvferry.router.http.messages import (
 )
 from kvferry.router.http.pool import UpstreamResponse
 from kvferry.router.http.server import ResponseWriter
+from kvferry.router.http.via import via
 from kvferry.router.routes.error_shapes import error_event, shape_error
 from kvferry.router.routes.response_ids import make_response_id
 from kvferry.router.routes.table import Api
@@ -315,13 +316,18 @@ def leg_headers(
     headers: Headers,
     request_id: str,
     authorization: str | None,
+    router_id: str,
     content_type: str = "application/json",
     trace: TraceContext | None = None,
 ) -> bytes:
     """Encoded headers of both legs. `authorization`: the credentials sent to instances. `trace`:
     the router's span of the request; without one, the client's context is passed on.
     """
-    fields = [("X-Request-Id", request_id), ("Content-Type", content_type)]
+    fields = [
+        ("X-Request-Id", request_id),
+        ("Content-Type", content_type),
+        via(router_id, headers),
+    ]
     if authorization is not None:
         fields.append(("Authorization", authorization))
     trace = trace or read_trace_context(headers.get)

@@ -95,6 +95,7 @@ class GenerateHandler:
             headers,
             request_id,
             self._authorization(request),
+            self.serving.instance_client.router_id,
             content_type or "application/json",
             trace,
         )
@@ -175,11 +176,14 @@ class GenerateHandler:
             await self.serving.serve(context)
             return
         headers, authorization = context.http.headers, self._authorization(context.http)
+        router_id = self.serving.instance_client.router_id
         await PromptsServer(
             context,
             self.serving.serve,
             self.admission,
-            lambda request_id: leg_headers(headers, request_id, authorization, trace=context.trace),
+            lambda request_id: leg_headers(
+                headers, request_id, authorization, router_id, trace=context.trace
+            ),
             self.options.limits.max_body_bytes,
         ).run()
 

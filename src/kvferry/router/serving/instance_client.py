@@ -14,15 +14,18 @@ from typing import Any, Self
 from kvferry.errors import RemoteProtocolError
 from kvferry.router.fleet.fleet import Fleet, Leg, RoutingHints
 from kvferry.router.fleet.instances import Instance, Outcome, Role
+from kvferry.router.fleet.registration import ROUTER_ID_HEADER
 from kvferry.router.http.messages import (
     AnswerTooLong,
     ConnectFailed,
+    Headers,
     InstanceSilent,
     UpstreamDisconnected,
     UpstreamError,
     UpstreamTimeout,
 )
 from kvferry.router.http.pool import OnLateResponse, Target, UpstreamPool, UpstreamResponse
+from kvferry.router.http.via import LOOP_DETECTED, via
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.options import RouterOptions
 from kvferry.router.serving.context import (
@@ -36,19 +39,11 @@ from kvferry.router.serving.side_channel import PrefilledBlocks
 from kvferry.router.time_series import TimeSeries
 from kvferry.router.timeline import RequestEvent, Timeline
 
-__all__ = [
-    "NOT_FOUND",
-    "UNAVAILABLE",
-    "InstanceClient",
-    "TrackedLeg",
-    "describe_error",
-    "excerpt",
-]
-
 UNAVAILABLE = 503
 """The HTTP status by which an instance refuses a leg."""
 NOT_FOUND = 404
 """The HTTP status by which an instance says that it does not have the model."""
+LEADS_BACK = "its address leads back to this router; remove it from the fleet"
 _DEFAULT_RETRY_AFTER_S = 1
 _EXCERPT_CHARS = 300
 _MAX_TARGETS = 4096
@@ -68,6 +63,8 @@ class InstanceClient:
     upstreams: UpstreamPool
     metrics: RouterMetrics
     time_series: TimeSeries
+    router_id: str
+    """The mark in `Via` that shows a loop."""
     tls: ssl.SSLContext | None = None
     """TLS settings for instances with an https URL."""
 
@@ -114,15 +111,21 @@ class InstanceClient:
         )
 
     async def get(
-        self, instance: Instance, path: str, headers: Sequence[tuple[str, str]]
+        self,
+        instance: Instance,
+        path: str,
+        headers: Sequence[tuple[str, str]],
+        client: Headers | None = None,
     ) -> UpstreamResponse:
-        """Fetch a page of an instance that is quick to produce; the probe timeout applies."""
+        """Fetch a page of an instance that is quick to produce; the probe timeout applies.
+        `client`: the headers of the client's request, if there is one.
+        """
         timeouts = self.options.timeouts
         return await self.upstreams.send(
             self.target(instance),
             "GET",
             path,
-            headers,
+            [*headers, via(self.router_id, client)],
             connect_timeout_s=timeouts.connect,
             head_timeout_s=timeouts.probe,
         )
@@ -230,6 +233,9 @@ class InstanceClient:
         know about P.
         """
         body = await self.read_error_body(answer)
+        refused_by = answer.headers.get(ROUTER_ID_HEADER.lower())
+        if answer.status == LOOP_DETECTED and refused_by is not None:
+            return self._loop(instance, call, refused_by, body or b"")
         call.error = f"it answered with status {answer.status}"
         self.metrics.failures.add(instance.role, instance.url)
         is_for_client = body is not None and instance.role is Role.DECODE
@@ -244,6 +250,23 @@ class InstanceClient:
             response,
             needs_prefill=True,
         )
+
+    def _loop(
+        self, instance: Instance, call: "TrackedLeg", refused_by: str, body: bytes
+    ) -> LegFailure:
+        """Turn the 508 of a router into a `LegFailure`. If this router has refused its own leg, the
+        instance's address is wrong, because a client that forges the mark gets no further. The
+        marks of other routers may be the client's, and say nothing about the instance.
+        """
+        if refused_by == self.router_id:
+            call.error = LEADS_BACK
+            self.metrics.failures.add(instance.role, instance.url)
+            return LegFailure(instance, f"{instance} failed: {call.error}")
+        call.outcome = Outcome.ABANDONED
+        headers = [("Content-Type", "application/json"), (ROUTER_ID_HEADER, refused_by)]
+        answer = HttpResponse(LOOP_DETECTED, headers, body)
+        message = f"{instance} refused the request: {excerpt(body)}"
+        return LegFailure(instance, message, answer, is_final=True)
 
 
 class TrackedLeg:
