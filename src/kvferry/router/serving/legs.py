@@ -288,19 +288,7 @@ class DecodeLeg:
             if answer.status >= 500:
                 failure = await self.instance_client.server_error(answer, instance, call)
                 return await self._explain(context, call, failure, leg_id)
-            # A complete body, or the start of a stream, must arrive before the client gets a byte:
-            # until then another D can be tried.
-            check_kind(answer, is_streamed=context.client.is_streamed)
-            whole, start = None, StreamStart()
-            is_stream = is_event_stream(answer)
-            if context.first_token is not None and answer.status < 400:
-                _check_continues(context, answer, is_stream)
-            if is_stream and answer.status < 400:
-                start = await peek_start(answer, self.instance_client.options.timeouts.idle)
-            else:
-                whole = await self.instance_client.read(answer)
-                if answer.status == 200:
-                    check_object(answer, whole)
+            whole, start = await self._read_start(context, answer)
             if whole is not None and answer.status == NOT_FOUND:
                 call.outcome = Outcome.ANSWERED
                 return self.instance_client.lacks_model(answer, whole, instance)
@@ -327,6 +315,21 @@ class DecodeLeg:
             else:
                 await self._relay(context, held, instance, answer, call)
         return None
+
+    async def _read_start(
+        self, context: RequestContext, answer: UpstreamResponse
+    ) -> tuple[bytes | None, StreamStart]:
+        """Wait for a complete body, or for the start of a stream (the body is then None): until the
+        client has received a byte, another D can be tried.
+        """
+        check_kind(answer, is_streamed=context.client.is_streamed)
+        if is_event_stream(answer):
+            timeout_s = self.instance_client.options.timeouts.idle
+            return None, await peek_start(answer, timeout_s)
+        whole = await self.instance_client.read(answer)
+        if answer.status == 200:
+            check_object(answer, whole)
+        return whole, StreamStart()
 
     async def _failed_stream(
         self, instance: Instance, answer: UpstreamResponse, event: bytes
