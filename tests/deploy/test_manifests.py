@@ -345,6 +345,42 @@ def test_an_image_gets_what_the_wheel_needs_and_nothing_else_of_the_checkout() -
     }
 
 
+SANDBOX = {
+    "CapabilityBoundingSet": "",
+    "ProtectSystem": "strict",
+    "RestrictAddressFamilies": "AF_UNIX AF_INET AF_INET6 AF_NETLINK",
+    "ProtectProc": "invisible",
+    "SystemCallArchitectures": "native",
+    **dict.fromkeys(
+        (
+            *("NoNewPrivileges", "ProtectHome", "PrivateTmp", "ProtectControlGroups"),
+            *("ProtectKernelLogs", "ProtectKernelModules", "ProtectKernelTunables"),
+            *("LockPersonality", "RestrictNamespaces", "RestrictRealtime", "RestrictSUIDSGID"),
+        ),
+        "yes",
+    ),
+}
+NOT_FOR_ENGINES = {
+    *("PrivateDevices", "DeviceAllow", "DevicePolicy", "ProtectClock"),  # GPUs and RDMA
+    *("PrivateIPC", "PrivateUsers", "PrivateNetwork", "ProcSubset"),  # memory of other engines
+    "MemoryDenyWriteExecute",  # kernels that are compiled
+}
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
+def test_every_unit_is_sandboxed_as_far_as_its_devices_and_peers_allow(unit: Path) -> None:
+    lines = unit.read_text().replace("\\\n", " ").splitlines()
+    settings = dict(line.split("=", 1) for line in lines if re.match(r"\w+=", line))
+    assert {name: settings.get(name) for name in SANDBOX} == SANDBOX
+    if "LimitMEMLOCK" in settings:
+        assert not NOT_FOR_ENGINES & settings.keys()
+        assert settings["SystemCallFilter"].startswith("~")
+        assert f"Environment=HOME=%C/{settings['CacheDirectory']}" in lines
+    else:
+        assert settings["PrivateDevices"] == settings["ProtectClock"] == "yes"
+        assert settings["SystemCallFilter"] == "@system-service"
+
+
 @pytest.mark.skipif(
     shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed"
 )
