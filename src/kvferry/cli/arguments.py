@@ -15,9 +15,8 @@ from kvferry.config import kind_of_setting
 from kvferry.config.fields import (
     LARGEST_INT,
     RENAMED_FLAGS,
-    Port,
+    described,
     is_list,
-    is_size,
     is_text,
     list_takes_text,
     may_be_null,
@@ -160,8 +159,7 @@ def _values(action: argparse.Action) -> str:
     if action.choices is not None:
         return ", ".join(map(str, action.choices))
     if isinstance(action.type, NumberOf):
-        kind = action.type.kind
-        name = "size" if is_size(kind) else "port" if kind is Port else "number"
+        name = described(action.type.kind)
     else:
         name = KINDS.get(getattr(action.type, "__name__", ""), "text")
     return f"{name} …" if action.nargs == "+" else name

@@ -53,7 +53,9 @@ def ranks_on_gpu(gpu: int, first: int, tp_size: int, num_gpus: int) -> int:
 ProcessCount = Annotated[int, span("a whole number", 1, 256)]
 """How many processes to start: a typo must not start a million."""
 MemoryShare = Annotated[float, Meta(gt=0, le=1, description="a number above 0 and at most 1")]
-Seed = Annotated[int, span("a whole number", -(2**63), 2**63 - 1)]
+Seed = Annotated[
+    int, Meta(ge=-(2**63), le=2**63 - 1, description="a whole number of at most 64 bits")
+]
 
 
 @dataclass(frozen=True, slots=True)
