@@ -570,6 +570,21 @@ def test_a_wildcard_is_never_advertised(host: str) -> None:
         SideChannelConfig(advertised_host=host)
 
 
+@pytest.mark.parametrize(
+    "host", ["a b", "a..b", ".", ".a", "a" * 64, "a." * 127 + "b", "a\0", "\ud800", "http://a"]
+)
+@pytest.mark.parametrize("name", ["KVFERRY_SIDE_CHANNEL_HOST", "KVFERRY_SIDE_CHANNEL_BIND"])
+def test_what_is_no_host_is_named(name: str, host: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name} is .*, which is not a host"):
+        SideChannelConfig.from_environment({name: host})
+
+
+@pytest.mark.parametrize("host", ["a", "a.b.", "node_1.example.com", "a" * 63, "[::1]", "fe80::1"])
+def test_host_names_and_addresses_are_accepted(host: str) -> None:
+    found = SideChannelConfig.from_environment({"KVFERRY_SIDE_CHANNEL_HOST": host})
+    assert found.advertised_host == host.strip("[]")
+
+
 @pytest.mark.parametrize("port", ["-1", "65536", "5600.0", "five", "٣", "9" * 5000])
 def test_a_port_is_a_number_up_to_65535(port: str) -> None:
     with pytest.raises(ConfigError, match="VLLM_NIXL_SIDE_CHANNEL_PORT must be a port number"):

@@ -15,7 +15,8 @@ __all__ = ["LOOPBACK", "SideChannelConfig", "is_loopback", "is_wildcard", "numer
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 5600
-HOST_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
+HOST_NAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
+"""Names with labels of other lengths cannot be resolved: Python raises UnicodeError."""
 
 HOST_NAMES = ("KVFERRY_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_HOST")
 PORT_NAMES = ("KVFERRY_SIDE_CHANNEL_PORT", "VLLM_NIXL_SIDE_CHANNEL_PORT")

@@ -1,12 +1,12 @@
 """An instance is one engine in one role; this module parses and names instances. Pure."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from ipaddress import AddressValueError, IPv4Address, IPv6Address, ip_address
 from urllib.parse import urlsplit
 
+from kvferry.config.side_channel import HOST_NAME
 from kvferry.errors import ConfigError, without_password
 from kvferry.types import Address
 
@@ -14,9 +14,6 @@ COOLDOWN_S = 1.0
 """Cooldown after a refusal: the `Retry-After` that a draining engine sends. The cooldown is short,
 because an instance that was only full is needed again soon.
 """
-
-
-_HOST = re.compile(r"(?=.{1,253}\Z)[a-z0-9_-]{1,63}(?:\.[a-z0-9_-]{1,63})*\.?")
 
 
 class Role(StrEnum):
@@ -73,7 +70,7 @@ def pair_instances(role: Role, hosts: Sequence[str], ports: Sequence[int]) -> tu
             "per host"
         )
     for host, port in zip(hosts, ports, strict=True):
-        if not _is_host(host.lower()) or not 0 < port < 65536:
+        if not _is_host(host) or not 0 < port < 65536:
             raise ConfigError(
                 f"{host!r} port {port} is not the address of a {role} instance; give a host name "
                 "and a port from 1 to 65535"
@@ -145,7 +142,7 @@ def _is_host(host: str) -> bool:
     request.
     """
     if ":" not in host:
-        return _HOST.fullmatch(host) is not None
+        return HOST_NAME.fullmatch(host) is not None
     try:
         IPv6Address(host)
     except AddressValueError:
