@@ -2,6 +2,7 @@
 
 python -m tests.tiers.disk_process <root> store-and-remove <key>
 python -m tests.tiers.disk_process <root> evict
+python -m tests.tiers.disk_process <root> clear
 python -m tests.tiers.disk_process <root> store-large <key>
 """
 
@@ -13,6 +14,7 @@ from kvferry.testing.tier_conformance import NAMESPACE, SECRET, aligned_buffer, 
 from kvferry.tiers.base import ObjectKey
 from kvferry.tiers.disk import DiskTier
 from kvferry.tiers.disk_space import DiskSpace
+from kvferry.tiers.inventory.disk import DiskInventory
 
 LARGE_BYTES = 512 * 2**20
 
@@ -21,13 +23,17 @@ def main(root: Path, task: str, *key_hex: str) -> None:
     tier = DiskTier(root, NAMESPACE, SECRET, max_bytes=None)
     keys = [ObjectKey(bytes.fromhex(text)) for text in key_hex]
     print("ready", flush=True)
-    while not select.select([sys.stdin], [], [], 0)[0]:
+    # People clear a folder once: a store does not meet one walk after the other.
+    pause_s = 0.001 if task == "clear" else 0
+    while not select.select([sys.stdin], [], [], pause_s)[0]:
         if task == "store-and-remove":
             for key in keys:
                 tier.store(key, payload_of(key))
             tier.remove(keys)
         elif task == "evict":
             DiskSpace(root, max_bytes=1).sweep()
+        elif task == "clear":
+            DiskInventory(root).clear(NAMESPACE.hex, lambda _: None)
         elif task == "store-large":
             tier.store(keys[0], aligned_buffer(LARGE_BYTES))
             tier.remove(keys)

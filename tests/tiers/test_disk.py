@@ -674,6 +674,21 @@ def test_another_process_may_evict_during_a_load(tier: DiskTier, tmp_path: Path)
     assert evicting.returncode == 0
 
 
+def test_stores_succeed_while_another_process_clears_the_folder(tmp_path: Path) -> None:
+    root, keys = tmp_path / "cache", [new_key() for _ in range(3)]
+    # Each store that fails pauses the next ones by this clock, for ever.
+    with opened(root, clock=ManualClock()) as tier, beside(root, "clear") as clearing:
+        num_missing = 0
+        deadline = time.monotonic() + DEADLINE_S
+        while num_missing < 100:
+            assert time.monotonic() < deadline
+            for key in keys:
+                result = tier.store(key, payload_of(key, PAYLOAD_BYTES))
+                assert result.outcome in (StoreOutcome.STORED, StoreOutcome.PRESENT), result
+            num_missing += tier.find(keys).count(False)
+    assert clearing.returncode == 0
+
+
 def test_a_writer_that_is_killed_leaves_no_object(tier: DiskTier, tmp_path: Path) -> None:
     root, key = tmp_path / "cache", new_key()
     folder = object_path(root, key).parent

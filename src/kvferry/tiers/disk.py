@@ -49,6 +49,8 @@ TOUCH_INTERVAL_S = 60.0
 
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 """ESTALE: another host has removed the object while it was open here."""
+WRITE_ATTEMPTS = 5
+"""`kvferry store clear` may remove a folder at once after it was made."""
 _OF_ONE_OBJECT = (errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EPERM)
 """Something else lies at the object's path, or a file that may not be replaced: other objects can
 still be stored.
@@ -91,6 +93,7 @@ class DiskTier:
         _prepare_root(root)
         with suppress(OSError):  # a folder that can only be read serves loads
             self._make_folder(self._folder)
+            self._describe()
         self._direct_flag = os.O_DIRECT if _allows_direct_io(self._folder) else 0
         if self._sweeper is not None:
             self._sweeper.start()
@@ -213,13 +216,18 @@ class DiskTier:
     def _write(self, path: str, header: bytes, payload: memoryview) -> None:
         """Make the object visible as a whole, or raise OSError and leave no file."""
         direct = self._direct_flag if _is_aligned(payload) else 0
-        try:
-            with _draft_of(path, direct) as opened:
-                _write_object(opened, self._thread_pages.pages, header, payload)
-        except FileNotFoundError:
-            self._make_folder(os.path.dirname(path))
-            with _draft_of(path, direct) as opened:
-                _write_object(opened, self._thread_pages.pages, header, payload)
+        for num_left in reversed(range(WRITE_ATTEMPTS)):
+            try:
+                with _draft_of(path, direct) as opened:
+                    _write_object(opened, self._thread_pages.pages, header, payload)
+                break
+            except FileNotFoundError:
+                if not num_left:
+                    raise
+            with suppress(FileNotFoundError):
+                self._make_folder(os.path.dirname(path))
+        if num_left < WRITE_ATTEMPTS - 1:
+            self._describe()
 
     def _make_folder(self, folder: str) -> None:
         """Make the namespace's folder, and a folder in it. Does not make the root again: if it is
@@ -231,7 +239,6 @@ class DiskTier:
             raise NotADirectoryError(errno.ENOTDIR, "the namespace's folder is not a folder")
         with suppress(FileExistsError):
             os.mkdir(folder, 0o700)
-        self._describe()
 
     def _describe(self) -> None:
         """Write down what the namespace is, unless exactly that is written there. Objects are
