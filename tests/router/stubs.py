@@ -357,12 +357,15 @@ def answers(
 
 
 def streams(
-    chunks: list[bytes], then: str = "end", content_type: str = "text/event-stream; charset=utf-8"
+    chunks: list[bytes],
+    then: str = "end",
+    content_type: str = "text/event-stream; charset=utf-8",
+    status: int = 200,
 ) -> Behaviour:
     """Sends each chunk in a write of its own, then ends, hangs, or drops the connection."""
 
     async def behave(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": content_type})
+        response = web.StreamResponse(status=status, headers={"Content-Type": content_type})
         await response.prepare(request)
         for chunk in chunks:
             await response.write(chunk)

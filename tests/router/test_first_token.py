@@ -516,7 +516,13 @@ ERROR = '{"error":{"message":"no"}}'
 
 @pytest.mark.parametrize(
     "fails",
-    [drops_connection, answers(400, ERROR), streams([b"data: %b\n\n" % ERROR.encode()])],
+    [
+        drops_connection,
+        answers(400, ERROR),
+        streams([b"data: %b\n\n" % ERROR.encode()]),
+        streams([b"data: %b\n\n" % ERROR.encode()], status=400),
+        streams([stream_of(d_events())], status=400),
+    ],
 )
 def test_when_no_d_can_continue_the_stream_ends_with_an_error(fails: Behaviour) -> None:
     async def scene() -> None:
@@ -525,7 +531,7 @@ def test_when_no_d_can_continue_the_stream_ends_with_an_error(fails: Behaviour) 
             assert (status, content(data)) == (200, "Once")
             assert len(errors(data)) == 1
             assert events(data)[-1]["error"]["code"] >= 400
-            assert b"[DONE]" not in data
+            assert b"\ndata: [DONE]" not in data
             # A whole answer has not begun, so it fails with a status.
             status, body = await chat(s)
             assert status >= 400
@@ -552,6 +558,7 @@ def whole(**changes: Any) -> str:
         (False, streams([stream_of(d_events())])),
         (False, streams([b"data: %b\n\n" % ERROR.encode()])),
         (False, answers(206, whole())),
+        (True, streams([stream_of(d_events())], status=201)),
         (False, answers(200, whole(text=7))),
         (False, answers(200, whole(token_ids="ab"))),
         (False, answers(200, whole(usage={"prompt_tokens": "7"}))),

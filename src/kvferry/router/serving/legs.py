@@ -322,8 +322,10 @@ class DecodeLeg:
         """Wait for a complete body, or for the start of a stream (the body is then None): until the
         client has received a byte, another D can be tried.
         """
+        if 200 < answer.status < 400:
+            raise RemoteProtocolError(f"it answered with status {answer.status}")
         check_kind(answer, is_streamed=context.client.is_streamed)
-        if is_event_stream(answer):
+        if answer.status == 200 and is_event_stream(answer):
             timeout_s = self.instance_client.options.timeouts.idle
             return None, await peek_start(answer, timeout_s)
         whole = await self.instance_client.read(answer)
@@ -427,16 +429,6 @@ class DecodeLeg:
         message = f"{instance} did not complete its answer: {what}"
         _log.warning("stream aborted request=%s: %s", context.request_id, message)
         await context.interrupt(502, message)
-
-
-def _check_continues(context: RequestContext, answer: UpstreamResponse, is_stream: bool) -> None:
-    """RemoteProtocolError if D's answer cannot be the rest of one that begins with P's token."""
-    if answer.status != 200 or is_stream != context.client.is_streamed:
-        asked = "a stream" if context.client.is_streamed else "a complete answer"
-        kind = answer.headers.get("content-type")
-        raise RemoteProtocolError(
-            f"it was asked for {asked} and answered with status {answer.status} and {kind}"
-        )
 
 
 class _DoneChecker:
