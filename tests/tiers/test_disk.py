@@ -571,6 +571,22 @@ def test_a_full_folder_drops_stores_until_the_sweeper_has_evicted(
         assert tier.usage().used_bytes <= 10 * OBJECT_BYTES
 
 
+def test_an_object_for_which_no_room_can_be_made_empties_the_folder_only_once(
+    tier: DiskTier, tmp_path: Path
+) -> None:
+    root, stuck, keys = tmp_path / "cache", new_key(), [new_key() for _ in range(3)]
+    object_path(root, stuck).mkdir(parents=True)
+    space = DiskSpace(root, max_bytes=10 * OBJECT_BYTES)
+    store(tier, *keys)
+    assert space.sweep()
+    assert not space.has_room(10 * OBJECT_BYTES)
+    assert not space.sweep()
+    assert not any(tier.find(keys))
+    store(tier, *keys)
+    assert space.sweep()
+    assert all(tier.find(keys))
+
+
 def test_an_object_larger_than_the_limit_is_dropped(tmp_path: Path) -> None:
     with opened(tmp_path / "cache", max_bytes=OBJECT_BYTES - 1) as tier:
         result = tier.store(new_key(), aligned_buffer(PAYLOAD_BYTES))

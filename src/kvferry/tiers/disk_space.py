@@ -79,7 +79,7 @@ class DiskSpace:
         self._num_objects = 0
         self._num_evicted = 0
         self._wanted_bytes = 0
-        """The size of the largest object for which there was no room since the last eviction."""
+        """The size of the largest object for which there was no room since the last sweep."""
         self._watched: set[ObjectKey] = set()
         self._lost: list[ObjectKey] = []
         """Objects that were watched, until `take_lost`."""
@@ -122,13 +122,18 @@ class DiskSpace:
             lost, self._lost = self._lost, []
         return lost
 
-    def sweep(self) -> None:
+    def sweep(self) -> bool:
         """Scan the folder, delete what dead writers left, and evict until the folder is small
-        enough. Raises nothing for what the file system or other processes do.
+        enough. Return whether it is. Raises nothing for what the file system or other processes do.
         """
         tried: _StoredFile | None = _BEFORE_ALL
         while tried is not None and not self._is_cancelled:
             tried = self._scan_and_evict(tried)
+        is_small = not self.is_nearly_full()
+        # A store that finds no room again says so; an object that fits never must not empty the
+        # folder at every sweep.
+        self._wanted_bytes = 0
+        return is_small
 
     def cancel(self) -> None:
         """Make a sweep in another thread, and all later ones, end soon."""
@@ -169,7 +174,6 @@ class DiskSpace:
         goal_bytes = min(GOAL_FRACTION * self._max_bytes, self._max_bytes - self._wanted_bytes)
         for file in oldest:
             if self._used_bytes <= goal_bytes or self._is_cancelled:
-                self._wanted_bytes = 0
                 break
             try:
                 os.unlink(file.path)
@@ -298,12 +302,13 @@ class DiskSweeper:
 
     def _run(self) -> None:
         while not self._closing.is_set():
+            is_small = False
             try:
-                self._space.sweep()
+                is_small = self._space.sweep()
             except Exception:
                 # Without sweeps the folder reaches its limit: stores are dropped, loads go on.
                 _log.exception("the sweep of a disk tier failed")
-            if self._space.is_nearly_full():
+            if not is_small:
                 # Nothing could be evicted, and every dropped store asks for a sweep.
                 self._closing.wait(FULL_INTERVAL_S)
             self._wanted.wait(self._interval_s)
