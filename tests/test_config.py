@@ -467,6 +467,10 @@ def test_a_mooncake_tier_lends_nothing_unless_told() -> None:
         ({"master": "host"}, 'master is "host", which is not an address; write host:port'),
         ({"master": "host:0"}, 'master is "host:0", which is not an address'),
         ({"master": ":5"}, 'master is ":5", which is not an address'),
+        ({"master": "[::1"}, 'master is "[::1", which is not an address'),
+        ({"master": "http://host:5"}, 'master is "http://host:5", which is not an address'),
+        ({"master": "a..b:5"}, 'master is "a..b:5", which is not an address'),
+        ({"master": "host:5:6"}, 'master is "host:5:6", which is not an address'),
         ({"master": "host:1", "protocol": "tpc"}, 'protocol is "tpc"; '),
         ({"master": "host:1", "size": "much"}, "size must be a number of bytes or a text like"),
         ({"master": "host:1", "size": -1}, "size must be a number of bytes"),
@@ -907,6 +911,7 @@ def test_the_buffer_size_must_be_a_number() -> None:
     [
         ("MooncakeConnector", {"mooncake_protocol": "rmda"}, "did you mean rdma?"),
         ("MooncakeConnector", {"num_workers": 0}, "num_workers"),
+        ("MooncakeConnector", {"num_workers": 257}, "num_workers"),
         ("MooncakeConnector", {"transports": ["tcp"]}, "remove it, or use NixlConnector"),
         (
             "NixlConnector",

@@ -7,7 +7,7 @@ seconds. The docstrings under the fields are copied into docs/configuration.md a
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from kvferry.config.fields import (
     Amount,
@@ -25,8 +25,9 @@ from kvferry.config.fields import (
     nearest,
     refuse_unknown_keys,
     shown,
+    span,
 )
-from kvferry.config.side_channel import numeric_host
+from kvferry.config.side_channel import checked_address, numeric_host
 from kvferry.errors import ConfigError
 from kvferry.types import Address
 
@@ -189,11 +190,7 @@ class NixlExtraConfig(ExtraConfig):
                 f"push_write is {shown(self.push_write)}; {nearest(self.push_write, PUSH_WRITES)}"
             )
         for peer in self.peers:
-            if Address.parse(peer) is None:
-                raise ConfigError(
-                    f"peers has {shown(peer)}, which is not an address; write host:port, for "
-                    "example 10.0.0.7:5600"
-                )
+            checked_address("peers has", peer, "10.0.0.7:5600")
         if self.interop is not None and self.interop not in INTEROPS:
             raise ConfigError(
                 f"interop is {shown(self.interop)}; {nearest(self.interop, INTEROPS)}"
@@ -260,7 +257,7 @@ class MooncakeExtraConfig(NixlExtraConfig):
 
     mooncake_protocol: Text = "tcp"
     """How Mooncake moves bytes: tcp or rdma."""
-    num_workers: Count = 10
+    num_workers: Annotated[int, span("a whole number", 1, 256)] = 10
     """How many reads Mooncake makes at once, each of up to 8 MiB; half of them from one peer."""
     device_name: Text | None = None
     """The RDMA devices, separated by commas; null: Mooncake chooses."""

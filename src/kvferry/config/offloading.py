@@ -23,6 +23,7 @@ from kvferry.config.fields import (
     shown,
     sized,
 )
+from kvferry.config.side_channel import checked_address
 from kvferry.errors import ConfigError
 from kvferry.types import Address
 
@@ -134,13 +135,7 @@ class MooncakeTierConfig(TierConfig):
 
     @property
     def master_address(self) -> Address:
-        address = Address.parse(self.master)
-        if address is None:
-            raise ConfigError(
-                f"master is {shown(self.master)}, which is not an address; write host:port, for "
-                "example 10.0.0.7:50051"
-            )
-        return address
+        return checked_address("master is", self.master, "10.0.0.7:50051")
 
     @classmethod
     def required(cls) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from typing import Self
 
 from kvferry.config.fields import Port, Text, check_fields, parsed, shown
 from kvferry.errors import ConfigError
+from kvferry.types import Address
 
 __all__ = ["LOOPBACK", "SideChannelConfig", "is_loopback", "is_wildcard", "numeric_host"]
 
@@ -104,6 +105,16 @@ def _parsed(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 def _is_host(host: str) -> bool:
     return is_wildcard(host) or _parsed(host) is not None or HOST_NAME.fullmatch(host) is not None
+
+
+def checked_address(what: str, text: str, example: str) -> Address:
+    """The address to dial that a setting names. `what` begins the sentence of the error."""
+    address = Address.parse(text)
+    if address is None or not _is_host(address.host):
+        raise ConfigError(
+            f"{what} {shown(text)}, which is not an address; write host:port, for example {example}"
+        )
+    return address
 
 
 def numeric_host(host: str) -> str:
