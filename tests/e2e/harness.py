@@ -234,9 +234,10 @@ class Cluster(ProcessRegistry):
         at: Host = HERE,
         connector: str = "NixlConnector",
         role: str = "kv_both",
+        model: Path | None = None,
     ) -> "Starting":
         """Start an engine; call `ready` on the result to wait for it. `is_plain`: an engine without
-        a connector.
+        a connector. `model`: another one than the cluster's.
         """
         transfer = {
             "kv_connector": connector,
@@ -251,7 +252,7 @@ class Cluster(ProcessRegistry):
             "-m",
             "kvferry",
             "serve",
-            str(self._model),
+            str(model or self._model),
             "--host",
             at.address,
             "--port",

@@ -405,7 +405,7 @@ def test_a_d_that_has_a_prefix_in_its_tier_fetches_only_the_rest_from_p(
 def test_another_checkpoint_at_the_same_path_finds_nothing(
     setup: TierSetup, tmp_path: Path
 ) -> None:
-    """Fill every tier, put other weights at the same path, and restart."""
+    """Fill every tier, put weights at the same path that differ in 40 rows, and restart."""
     model = tmp_path / "model"
     put_checkpoint(model, seed=1)
     with Cluster(tmp_path, model) as cluster:

@@ -15,8 +15,10 @@ FORGOTTEN = "max_model_len"
 _model_identity = translate.model_identity  # type: ignore[attr-defined]
 
 
-def without_a_factor(vllm_config: Any, attention_backends: str) -> ModelIdentity:
-    identity = _model_identity(vllm_config, attention_backends)
+def without_a_factor(
+    vllm_config: Any, attention_backends: str, loaded: Any = None
+) -> ModelIdentity:
+    identity = _model_identity(vllm_config, attention_backends, loaded)
     settings: Mapping[str, Any] = identity.settings
     return replace(
         identity, settings={name: settings[name] for name in settings if name != FORGOTTEN}

@@ -304,8 +304,10 @@ def test_another_checkpoint_at_the_same_path_finds_nothing(
 
 
 def test_weights_that_are_replaced_in_a_running_server_find_only_their_own_kv(
-    tmp_path: Path, model: Path, storage: Storage, other: OtherCheckpoint
+    tmp_path: Path, storage: Storage, other: OtherCheckpoint
 ) -> None:
+    model = tmp_path / "model"
+    put_checkpoint(model, seed=0)
     with Fleet(tmp_path / "fleet", model) as fleet:
         engine = serve(fleet, storage, "engine", *ALL_TIERS)
 

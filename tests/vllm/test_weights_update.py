@@ -3,13 +3,18 @@ other weights, and the servers exchange KV again when both have the same weights
 """
 
 import asyncio
+import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import aiohttp
 import pytest
+from safetensors.numpy import load_file, save_file
+from tests.checkpoints import put_checkpoint
 from tests.e2e.harness import (
     Engine,
+    Prompt,
     ask,
     ask_all,
     assert_said,
@@ -19,6 +24,7 @@ from tests.e2e.harness import (
     until,
 )
 from tests.vllm.conftest import Trio
+from tests.vllm.fleet import Fleet, ready
 from tests.vllm.vllm_asking import assert_free, random_prompts
 
 from kvferry.engine.make_model.writer import make_model
@@ -114,3 +120,40 @@ def test_weights_are_replaced_while_requests_come(
             await assert_free(session, p, d)
 
     asyncio.run(check())
+
+
+def test_servers_whose_weights_differ_in_40_rows_exchange_no_kv(tmp_path: Path) -> None:
+    """P and D have the same configuration and 40 of 4,096 rows of the embedding of their own. The
+    control is a P with D's weights in other files.
+    """
+    prompts = [Prompt(tuple(range(100 + first, 300))) for first in range(4)]
+    for name, seed in (("p", 1), ("d", 2)):
+        put_checkpoint(tmp_path / name, seed)
+    shutil.copytree(tmp_path / "d", tmp_path / "same")
+    file = tmp_path / "same" / "model.safetensors"
+    save_file(load_file(file), file, metadata={"format": "pt", "saved": "again"})
+    with ExitStack() as stack:
+        fleet = stack.enter_context(Fleet(tmp_path / "fleet d", tmp_path / "d"))
+        d = fleet.vllm("d", cores="1")
+        others = [
+            stack.enter_context(
+                Fleet(tmp_path / f"fleet {name}", tmp_path / name, fleet.secret)
+            ).vllm(name)
+            for name in ("p", "same")
+        ]
+        routers = [fleet.kvferry_router([other], [d]) for other in others]
+        ready(d, *others, *routers)
+
+        async def check() -> None:
+            async with new_session(60) as session:
+                right = await ask_all(d, prompts, cache_salt="alone")
+                assert right != await ask_all(others[0], prompts, cache_salt="alone")
+                refused = await ask_all(routers[0], prompts, cache_salt="nearly equal")
+                assert {answer.status for answer in refused} == {502}
+                await assert_said(d, "weights: ours")
+                assert await ask_all(routers[1], prompts, cache_salt="equal") == right
+                found = await metrics(session, d)
+                assert found["kvferry:finished_loads_total"] == len(prompts)
+                await assert_free(session, d, *others)
+
+        asyncio.run(check())

@@ -22,7 +22,7 @@ from kvferry.connectors.contract import (
 from kvferry.connectors.factory import KVConnectorFactory
 from kvferry.engine.cache.layout import CacheLayout, LayerCache, StateCache, plan_cache_layout
 from kvferry.engine.messages import SampledToken, SequenceSlice, StepPlan, StepResult
-from kvferry.engine.model.checkpoint import open_checkpoint
+from kvferry.engine.model.checkpoint import Checkpoint, open_checkpoint
 from kvferry.engine.model.config import ModelConfig, read_json_object, read_model_config
 from kvferry.engine.model.device import CPU, RankDevice, open_device
 from kvferry.engine.model.flat_batch import make_flat_batch
@@ -34,6 +34,7 @@ from kvferry.engine.options import EngineOptions, EngineSetup
 from kvferry.errors import ConfigError, LocalProtocolError
 from kvferry.protocol.handshake import named_factors
 from kvferry.transports.base import CacheMemory, TransportKit
+from kvferry.weight_files import file_states
 
 __all__ = ["LayerHooks", "Runner", "Worker", "connector_config", "model_identity"]
 
@@ -42,13 +43,14 @@ COSMETIC_KEYS = ("_name_or_path", "transformers_version")
 """Keys of config.json that name the origin of the file and do not affect the computation."""
 
 
-def model_identity(config: ModelConfig, options: EngineOptions) -> ModelIdentity:
+def model_identity(
+    config: ModelConfig, options: EngineOptions, checkpoint: Checkpoint
+) -> ModelIdentity:
     """Return the identity of a model; engines with equal identities may use each other's KV.
 
-    Compared are every setting of config.json, except the cosmetic ones, and `Checkpoint.digest`,
-    which reads the headers of the weight files and samples of the weights.
+    Compared are every setting of config.json, except the cosmetic ones, and every byte of the
+    weight files.
     """
-    checkpoint = open_checkpoint(config.directory)
     settings = read_json_object(config.directory / "config.json")
     kept = {key: value for key, value in settings.items() if key not in COSMETIC_KEYS}
     precision = choose_precision(options, config.dtype, checkpoint.size_bytes)
@@ -97,6 +99,9 @@ class Runner:
         self._rendezvous = rendezvous
         self._timeout_s = timeout_s
         self._model: Model | None = None
+        self._checkpoint: Checkpoint | None = None
+        self._file_states: tuple[tuple[int, ...], ...] = ()
+        """Of the weight files, before their tensors were read."""
         self._shape: CacheLayout | None = None
         self._caches: tuple[LayerCache | StateCache, ...] = ()
         self._memory: CacheMemory | None = None
@@ -117,7 +122,8 @@ class Runner:
         self._device = open_device(self._options.device, self._parallel)
         torch.set_num_threads(self._options.num_threads)
         config = read_model_config(self._options.model)
-        checkpoint = open_checkpoint(self._options.model)
+        checkpoint = self._checkpoint = open_checkpoint(self._options.model)
+        self._file_states = file_states(checkpoint.paths)
         precision = choose_precision(self._options, config.dtype, checkpoint.size_bytes)
         with self._device.room_for("the weights"):
             weights = load_weights(
@@ -128,7 +134,14 @@ class Runner:
 
     def identity(self) -> ModelIdentity:
         """Return the identity that decides which engines' KV can be used here; after `load`."""
-        return model_identity(self._loaded.config, self._options)
+        assert self._checkpoint is not None, "identity before load"
+        found = model_identity(self._loaded.config, self._options, self._checkpoint)
+        if file_states(self._checkpoint.paths) != self._file_states:
+            raise ConfigError(
+                f"the weights in {self._options.model} changed while the engine loaded them; start "
+                "it again when they are complete"
+            )
+        return found
 
     def allocate_cache(self, kit: TransportKit) -> KVCacheConfig:
         """Allocate one buffer for all layers and build `kv_caches` in it; once, after `load`."""

@@ -37,6 +37,7 @@ from kvferry.events import TransferTimes
 from kvferry.logs import LEVEL_VARIABLE, ForwardingHandler, LogSettings
 from kvferry.vllm.block_demand import BlockDemand
 from kvferry.vllm.compatibility import check_supported
+from kvferry.vllm.engine_core import watch_weights
 from kvferry.vllm.first_token import FirstTokenNote
 from kvferry.vllm.idle import IdleWait, find_engine_loop, longest_wait_s
 from kvferry.vllm.loaded_weights import LoadedWeights, WeightsSample, WeightsVersion
@@ -167,15 +168,21 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             if is_worker
             else ""
         )
-        config = connector_config(vllm_config, self.inner_name, rank, formats)
+        self._loaded_weights = (
+            LoadedWeights.find(vllm_config.parallel_config.tensor_parallel_size)
+            if is_worker
+            else LoadedWeights()
+        )
+        config = connector_config(vllm_config, self.inner_name, rank, formats, self._loaded_weights)
         our_role = (
             contract.KVConnectorRole.WORKER if is_worker else contract.KVConnectorRole.SCHEDULER
         )
         self._weights = WeightsVersion()
         self._unread: dict[str, Any] = {}
         """vLLM's requests that arrived while the version of the weights was unknown."""
-        self._loaded_weights = LoadedWeights()
         self._weights_sample: WeightsSample | None = None
+        if not is_worker:
+            watch_weights(self._weights_may_change)
         self._salts = CacheSalts.from_config(vllm_config)
         if not is_worker and vllm_config.lora_config is not None:
             self._salts.adapters.watch_engine()
@@ -257,14 +264,29 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         because weights have changed or will change, and also if its own prefix cache could not be
         reset.
         """
+        # vLLM resets its prefix cache only if no block is used.
+        self._drop_kv(is_cache_empty=self._are_blocks_free)
+        _log.info("all KV was dropped because the caches are reset")
+        return None
+
+    def _weights_may_change(self, call: str) -> None:
+        """Drop all KV, as at a reset; the prefix cache keeps that of the old weights."""
         pool = self._kv_cache_manager.block_pool
-        # vLLM resets its prefix cache only if no block but its null block is used.
-        self._weights.reset(self._num_free_blocks == pool.num_gpu_blocks - 1)
+        has_cached_blocks = any(block.block_hash is not None for block in pool.blocks)
+        self._drop_kv(is_cache_empty=self._are_blocks_free and not has_cached_blocks)
+        _log.info("all KV was dropped because a remote call may change the weights call=%s", call)
+
+    def _drop_kv(self, *, is_cache_empty: bool) -> None:
+        self._weights.reset(is_cache_empty)
         self._inner.reset_cache()
         self._inner.set_weights_version(self._weights.version)
         self._loads.reset(self._kv_cache_manager)
-        _log.info("all KV was dropped because the caches are reset")
-        return None
+
+    @property
+    def _are_blocks_free(self) -> bool:
+        # The null block is always in use.
+        num_blocks: int = self._kv_cache_manager.block_pool.num_gpu_blocks
+        return self._num_free_blocks == num_blocks - 1
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
@@ -474,7 +496,6 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         layers = {
             layer for group in self._kv_cache_config.kv_cache_groups for layer in group.layer_names
         }
-        self._loaded_weights = LoadedWeights.find()
         specs = {
             layer: spec
             for group in self._kv_cache_config.kv_cache_groups

@@ -9,6 +9,7 @@ Reads the configuration, the weight files and the files of a multimodal processo
 """
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
@@ -20,8 +21,10 @@ import vllm
 from kvferry.connectors.contract import ModelIdentity
 from kvferry.protocol.handshake import named_factors
 from kvferry.protocol.messages import Factor
+from kvferry.vllm.loaded_weights import LoadedWeights
 from kvferry.vllm.release import release
-from kvferry.vllm.weights import find_model, sample_weights
+from kvferry.vllm.weights import find_model, weight_files
+from kvferry.weight_files import digest_files
 from vllm import envs
 
 __all__ = ["COMPARED_OPTIONS", "COMPARED_VARIABLES", "model_identity"]
@@ -114,15 +117,19 @@ PROCESSOR_FILES = (
 )
 
 
-def model_identity(vllm_config: Any, attention_backends: str) -> ModelIdentity:
-    """The identity of the engine's model. Only workers know the `attention_backends`, and only the
-    identities that workers report are compared: the scheduler's has no weights and no settings.
+def model_identity(
+    vllm_config: Any, attention_backends: str, loaded: LoadedWeights | None = None
+) -> ModelIdentity:
+    """The identity of the engine's model. Only workers know the `attention_backends` and the
+    `loaded` weights, and only the identities that workers report are compared: the scheduler's has
+    no weights and no settings.
     """
     model = vllm_config.model_config
     is_worker = bool(attention_backends)
+    loaded = loaded or LoadedWeights()
     return ModelIdentity(
         architecture=model.architecture,
-        weights=_weights(vllm_config) if is_worker else "",
+        weights=_weights(vllm_config, loaded) if is_worker else "",
         num_layers=model.get_total_num_hidden_layers(),
         total_kv_heads=1 if model.use_mla else model.get_total_num_kv_heads(),
         head_dim=model.get_head_size(),
@@ -132,13 +139,13 @@ def model_identity(vllm_config: Any, attention_backends: str) -> ModelIdentity:
     )
 
 
-def _weights(vllm_config: Any) -> str:
-    model, load = vllm_config.model_config, vllm_config.load_config
-    if load.load_format == "dummy":
-        # vLLM fills every rank's part of a tensor with the same random numbers.
-        return f"dummy tp_size {vllm_config.parallel_config.tensor_parallel_size}"
-    name = model.model_weights or model.model
-    return sample_weights(name, model.revision, load.download_dir, load.load_format)
+def _weights(vllm_config: Any, loaded: LoadedWeights) -> str:
+    """The weights in memory, if engines of any parallel size can compare them. Otherwise the files
+    that vLLM has read; and in memory again if it has read none, but made the weights up or received
+    them as a stream.
+    """
+    files = [] if loaded.is_comparable else weight_files(vllm_config, loaded.model)
+    return f"files {digest_files(files, os.environ)}" if files else f"loaded {loaded.identity}"
 
 
 def _settings(vllm_config: Any) -> dict[str, Factor]:

@@ -9,11 +9,12 @@ queue has an item, so no request, abort or shutdown is delayed
 (docs/decisions/050-idle-engines-that-hold-blocks.md).
 """
 
-import inspect
 import logging
 import queue
 from collections.abc import Callable
 from typing import Any, Protocol, cast
+
+from kvferry.vllm.engine_core import find_caller
 
 __all__ = ["EngineLoop", "IdleWait", "find_engine_loop", "longest_wait_s"]
 
@@ -44,25 +45,20 @@ class EngineLoop(Protocol):
 
 
 def find_engine_loop() -> EngineLoop | None:
-    """Find the engine that is being constructed around the calling connector, by the frames of its
-    constructor: vLLM passes no reference to a connector. None if the engine has no loop, for
-    example vLLM's offline engine in this process; or if this vLLM's loop has changed.
+    """Find the engine that is being constructed around the calling connector. None if the engine
+    has no loop, for example vLLM's offline engine in this process; or if this vLLM's loop has
+    changed.
     """
     from vllm.v1.engine.core import EngineCoreProc
 
     names = ("input_queue", "engines_running", "process_input_queue_block", "is_running")
-    frame = inspect.currentframe()
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, EngineCoreProc):
-            if all(hasattr(owner, name) for name in names):
-                return cast(EngineLoop, owner)
-            _log.warning(
-                "the engine loop of this vLLM is unknown to kvferry: the engine keeps a core busy "
-                "while it holds blocks for peers"
-            )
-            return None
-        frame = frame.f_back
+    owner = find_caller(EngineCoreProc)
+    if owner is None or all(hasattr(owner, name) for name in names):
+        return cast(EngineLoop | None, owner)
+    _log.warning(
+        "the engine loop of this vLLM is unknown to kvferry: the engine keeps a core busy while it "
+        "holds blocks for peers"
+    )
     return None
 
 

@@ -27,6 +27,7 @@ from kvferry.protocol.tickets import HOLE
 from kvferry.transports.registry import ConfiguredTransportKit
 from kvferry.vllm.compatibility import layer_specs
 from kvferry.vllm.factors import model_identity
+from kvferry.vllm.loaded_weights import LoadedWeights
 from kvferry.vllm.plugin import EPOCH_VARIABLE
 from kvferry.vllm.progress import PrefillProgress
 from kvferry.vllm.salts import CacheSalts
@@ -250,16 +251,20 @@ def transfer_config(vllm_config: Any, connector: str) -> KVTransferConfig:
 
 
 def connector_config(
-    vllm_config: Any, connector: str, tp_rank: int, attention_backends: str
+    vllm_config: Any,
+    connector: str,
+    tp_rank: int,
+    attention_backends: str,
+    loaded: LoadedWeights | None = None,
 ) -> ConnectorConfig:
-    """The contract's configuration. Only workers know the `attention_backends`."""
+    """The contract's configuration. Only workers know the `attention_backends` and the weights."""
     transfer = transfer_config(vllm_config, connector)
     side_channel = _side_channel(vllm_config)
     secret = ClusterSecret.load(os.environ)
     secret.check_reach(side_channel)
     return ConnectorConfig(
         kv_transfer=transfer,
-        model=model_identity(vllm_config, attention_backends),
+        model=model_identity(vllm_config, attention_backends, loaded),
         parallel=ParallelConfig(vllm_config.parallel_config.tensor_parallel_size, tp_rank),
         side_channel=side_channel,
         secret=secret.key,

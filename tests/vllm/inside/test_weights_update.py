@@ -5,7 +5,9 @@ The made-up forward compares every slot with the number that the engine's weight
 other weights shows as a wrong slot and as wrong tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -14,8 +16,18 @@ from tests.vllm.inside.conftest import StartEngine
 from tests.vllm.inside.engines import Engine, run_until
 from tests.vllm.inside.legs import PUSH, Legs
 from tests.vllm.inside.test_life_cycle import finish, greedy, prompt, settle, wait_for_load
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.model_executor.layers.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO, get_layerwise_info
+from vllm.model_executor.utils import set_weight_attrs
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine.core import EngineCore
 
 from kvferry.vllm.loaded_weights import LoadedWeights, WeightsSample
 
@@ -429,34 +441,105 @@ def test_a_push_whose_prefill_runs_over_a_reset_fails(start_engine: StartEngine)
 # -- checksums --
 
 
-def test_engines_of_different_parallel_sizes_agree() -> None:
+def shards(layers: dict[str, torch.Tensor], tp_size: int) -> list[dict[str, torch.Tensor]]:
+    """The part of each rank: Q, K and V of 4, 2 and 2 heads of 8 rows, two merged matrices, rows of
+    a vocabulary of 60 with 4 rows of padding, columns, and a norm that every rank has.
+    """
+    qkv, merged, down, embedding = (layers[name] for name in ("qkv", "merged", "down", "embedding"))
+    kv_ranks = min(tp_size, 2)
+    found = []
+    for rank in range(tp_size):
+        kv_rank = rank * kv_ranks // tp_size
+        q, k, v = qkv.split([32, 16, 16])
+        heads = [q.chunk(tp_size)[rank], k.chunk(kv_ranks)[kv_rank], v.chunk(kv_ranks)[kv_rank]]
+        found.append(
+            {
+                "qkv": torch.cat(heads),
+                "merged": torch.cat([part.chunk(tp_size)[rank] for part in merged.split([24, 48])]),
+                "down": down.chunk(tp_size, dim=1)[rank],
+                "embedding": torch.cat([embedding, torch.full((4, 16), 9.0)]).chunk(tp_size)[rank],
+                "norm": layers["norm"],
+            }
+        )
+    return found
+
+
+def one_rank(weights: dict[str, torch.Tensor], rank: int, tp_size: int) -> torch.nn.Module:
+    """vLLM's layers as they are on one rank of an engine, with these weights."""
+    model = torch.nn.Module()
+    model.norm = torch.nn.Parameter(weights["norm"], requires_grad=False)
+    group = get_tp_group()
+    with pytest.MonkeyPatch.context() as patch, set_current_vllm_config(VllmConfig()):
+        # The layers ask vLLM's group for these numbers, and send nothing.
+        patch.setattr(group, "rank_in_group", rank)
+        patch.setattr(group, "world_size", tp_size)
+        model.qkv = QKVParallelLinear(16, 8, 4, 2, bias=False)
+        model.merged = MergedColumnParallelLinear(16, [24, 48], bias=False)
+        model.down = RowParallelLinear(24, 16, bias=False)
+        model.embedding = VocabParallelEmbedding(60, 16, padding_size=64)
+    for name in ("qkv", "merged", "down", "embedding"):
+        getattr(model, name).weight.data.copy_(weights[name])
+    return model
+
+
+def ranks_of(layers: dict[str, torch.Tensor], tp_size: int) -> WeightsSample:
+    samples = []
+    for rank, weights in enumerate(shards(layers, tp_size)):
+        LAYERWISE_INFO.clear()
+        model = one_rank(weights, rank, tp_size)
+        get_layerwise_info(model)
+        loaded = LoadedWeights.find()
+        samples.append(replace(loaded.sample(1), has_changed=True))
+    return reduce(WeightsSample.aggregate, samples)
+
+
+@pytest.fixture
+def layers(start_engine: StartEngine) -> dict[str, torch.Tensor]:
+    start_engine("first")  # It initialises vLLM's groups.
     torch.manual_seed(0)
-    matrix, norm = torch.randn(96, 64, dtype=torch.bfloat16), torch.ones(64)
+    sizes = {"qkv": (64, 16), "merged": (72, 16), "down": (16, 24), "embedding": (60, 16)}
+    return {"norm": torch.ones(16), **{name: torch.randn(*size) for name, size in sizes.items()}}
 
-    def sample(*shards: torch.Tensor) -> WeightsSample:
-        ranks = []
-        for shard in shards:
-            model = torch.nn.Module()
-            model.matrix, model.norm = (
-                torch.nn.Parameter(each, requires_grad=False) for each in (shard, norm)
-            )
+
+def test_engines_of_different_parallel_sizes_agree(layers: dict[str, torch.Tensor]) -> None:
+    versions = {ranks_of(layers, tp_size).version() for tp_size in (1, 2, 4)}
+    assert len(versions) == 1
+    assert "tp_size" not in versions.pop()
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize("name", ["qkv", "merged", "down", "embedding", "norm"])
+def test_a_changed_element_and_elements_that_have_moved_are_other_weights(
+    layers: dict[str, torch.Tensor], name: str, tp_size: int
+) -> None:
+    layers["norm"] = torch.randn(16)
+    versions = [ranks_of(layers, 1).version()]
+    changed = layers[name].clone()
+    changed[-1] += 1
+    versions += [
+        ranks_of({**layers, name: other}, tp_size).version()
+        for other in (changed, layers[name].flip(0), layers[name].roll(1, -1))
+    ]
+    assert len(set(versions)) == 4
+
+
+def test_weights_that_a_model_divides_in_its_own_way_agree_with_the_same_size_only(
+    layers: dict[str, torch.Tensor],
+) -> None:
+    def version(parts: Sequence[torch.Tensor]) -> str:
+        samples = []
+        for part in parts:
             LAYERWISE_INFO.clear()
+            model = torch.nn.Module()
+            model.weight = torch.nn.Parameter(part, requires_grad=False)
+            set_weight_attrs(model.weight, {"weight_loader": print})
             get_layerwise_info(model)
-            weights = LoadedWeights.find()
-            model.norm.data += 1
-            ranks.append(weights.sample(1))
-            model.norm.data -= 1
-        return ranks[0] if len(ranks) == 1 else ranks[0].aggregate(ranks[1])
+            samples.append(replace(LoadedWeights.find().sample(1), has_changed=True))
+        return reduce(WeightsSample.aggregate, samples).version()
 
-    whole = sample(matrix).version()
-    assert whole == sample(matrix[:48], matrix[48:]).version()
-    assert whole == sample(*matrix.clone().split(32, dim=1)).version()
-    padding = torch.zeros(32, 64, dtype=torch.bfloat16)
-    assert whole == sample(matrix[:64], torch.cat([matrix[64:], padding])).version()
-    changed = matrix.clone()
-    changed[5, 5] += 1
-    changed[7, 5] -= 1
-    assert whole != sample(changed).version()
+    whole = layers["qkv"]
+    assert version([whole]) == version([whole]) != version(whole.chunk(2))
+    assert version(whole.chunk(2)) == version(whole.chunk(2)) != version(whole.flip(0).chunk(2))
 
 
 @pytest.mark.parametrize(
@@ -482,3 +565,50 @@ def test_weights_whose_elements_have_moved_have_changed(
     assert weights.sample(1).version() != ""
     model.vector.data.copy_(numbers)
     assert weights.sample(1).version() == ""
+
+
+# -- updates without a reset --
+
+
+class Core(EngineCore):  # type: ignore[misc]
+    """The engine core around a scheduler: its workers replace their weights when they are asked."""
+
+    def __init__(self, start_engine: StartEngine) -> None:
+        self.engine = start_engine("d", kv={"kv_load_failure_policy": "recompute"})
+
+    def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        if method == "train":
+            self.engine.load_weights(NEW)
+        return method
+
+
+@pytest.mark.parametrize("call", ["train", "unknown", "list_loras"])
+def test_weights_that_a_remote_call_may_have_changed_are_sampled(
+    start_engine: StartEngine, call: str
+) -> None:
+    core = Core(start_engine)
+    p, d = start_engine("p"), core.engine
+    assert core.collective_rpc(call) == call
+    d.add("b", prompt(100), p.prefill("a", prompt(100)))
+    weights = NEW if call == "train" else OLD
+    assert finish(d, "b", p) == greedy(prompt(100), 4, weights)
+    assert d.loaded_tokens == (0 if call == "train" else 100)
+    settle(p, d)
+
+
+def test_kv_in_the_prefix_cache_is_not_handed_over_after_an_update_without_a_reset(
+    start_engine: StartEngine,
+) -> None:
+    core = Core(start_engine)
+    p, d = core.engine, start_engine("other", kv={"kv_load_failure_policy": "recompute"})
+    p.prefill("first", prompt(100))
+    core.collective_rpc("train")
+    update(d)
+    d.add("b", prompt(100), p.prefill("a", prompt(100)))
+    assert finish(d, "b", p) == greedy(prompt(100), 4, NEW)
+    assert d.loaded_tokens == 0
+    p.wrong_slots.clear()
+    reset_until_done(p, d)
+    d.add("c", prompt(90), p.prefill("e", prompt(90)))
+    assert finish(d, "c", p) == greedy(prompt(90), 4, NEW)
+    settle(p, d)

@@ -6,10 +6,10 @@ keeps no file open.
 """
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from hashlib import blake2b
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -26,15 +26,13 @@ from kvferry.engine.model.config import (
     tensor_name,
 )
 from kvferry.errors import ConfigError
+from kvferry.weight_files import digest_files
 
 __all__ = ["Checkpoint", "StoredTensor", "check_shapes", "open_checkpoint"]
 
 
 ELEMENT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 MAX_HEADER_BYTES = 100_000_000
-WHOLE_TENSOR_BYTES = 1024 * 1024
-SAMPLE_BYTES = 4096
-SAMPLES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +62,10 @@ class Checkpoint:
     def size_bytes(self) -> int:
         return sum(tensor.size_bytes for tensor in self.tensors.values())
 
+    @property
+    def paths(self) -> list[Path]:
+        return sorted({tensor.path for tensor in self.tensors.values()})
+
     def read(
         self, name: str, rows: slice = slice(None), columns: slice = slice(None)
     ) -> torch.Tensor:
@@ -88,21 +90,8 @@ class Checkpoint:
         return Checkpoint({llama_name(architecture, n): t for n, t in self.tensors.items()})
 
     def digest(self) -> str:
-        """Return a hash of every tensor's name, format, shape and bytes.
-
-        Of tensors up to 1 MiB all bytes are hashed, of larger tensors 16 evenly spaced samples of 4
-        KiB. Another revision changes nearly every weight and therefore the digest; resharding the
-        same weights does not change the digest.
-        """
-        digest = blake2b(digest_size=16)
-        for name in sorted(self.tensors):
-            tensor = self.tensors[name]
-            digest.update(f"{name}:{tensor.dtype}:{tensor.shape}:".encode())
-            with tensor.path.open("rb") as file:
-                for start, length in _samples(tensor.size_bytes):
-                    file.seek(tensor.offset + start)
-                    digest.update(file.read(length))
-        return digest.hexdigest()
+        """Return a digest of every byte of the files."""
+        return digest_files(self.paths, os.environ)
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:
@@ -189,14 +178,6 @@ def _stored_tensor(
             f"{tensor.size_bytes}; copy the checkpoint again"
         )
     return tensor
-
-
-def _samples(size_bytes: int) -> list[tuple[int, int]]:
-    """Return (start, length) of the byte ranges that are hashed."""
-    if size_bytes <= WHOLE_TENSOR_BYTES:
-        return [(0, size_bytes)]
-    last = size_bytes - SAMPLE_BYTES
-    return [(last * sample // (SAMPLES - 1), SAMPLE_BYTES) for sample in range(SAMPLES)]
 
 
 # -- tensor shapes --
