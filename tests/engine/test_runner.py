@@ -164,6 +164,8 @@ def test_another_revision_of_the_weights_has_another_identity(
         with one_rank(copy) as runner:
             return runner.identity()
 
+    # Files are compared, and the copy's was written by another program.
+    identity = identity_of_copy()
     assert identity_of_copy(transformers_version="9.9", _name_or_path="elsewhere") == identity
     changed = identity_of_copy(rms_norm_eps=1e-5)
     assert changed == replace(identity, settings={**identity.settings, "config.rms_norm_eps": 1e-5})
