@@ -78,8 +78,8 @@ class ErrorServer:
 
     def __init__(self, upstream: Address) -> None:
         self.seen: list[SeenRequest] = []
-        self.statuses: list[int] = []
-        """The statuses with which the next requests are answered."""
+        self.statuses: list[int | None] = []
+        """The statuses with which the next requests are answered; None: as the server answers."""
         self.status: int | None = None
         """The status with which every request is answered."""
         self.put_status: int | None = None

@@ -115,6 +115,18 @@ def test_the_bucket_names_what_it_holds(storage: S3Storage) -> None:
     assert (status, text.decode()) == (200, NAMESPACE.text)
 
 
+def test_a_description_that_the_store_refused_is_sent_with_the_next_object(
+    errors: ErrorServer,
+) -> None:
+    with opened(errors.address) as tier:
+        # For the HEAD and the PUT of the object; then three attempts to PUT the description.
+        errors.statuses = [None, None, 500, 500, 500]
+        for expected in (3, 4, 4):
+            assert store(tier, new_key()) is StoreOutcome.STORED
+            puts = [each.path for each in errors.seen if each.method == "PUT"]
+            assert sum(path.endswith("namespace.json") for path in puts) == expected
+
+
 def test_the_end_of_a_long_prefix_is_found_with_few_requests(
     storage: S3Storage, errors: ErrorServer
 ) -> None:

@@ -201,10 +201,12 @@ class ObjectTier:
             is_first, self._has_namespace_file = not self._has_namespace_file, True
         if is_first:
             path, text = f"{self._namespace.hex}/{NAMESPACE_FILE}", self._namespace.text.encode()
-            with suppress(StorageFailed):
+            try:
                 self._ask(
                     self._requests.put(path, text, memoryview(b"")), self._deadlines.transfer_s
                 )
+            except StorageFailed:
+                self._has_namespace_file = False  # the next store tries again
 
     def _ask(self, request: Coroutine[Any, Any, T], deadline_s: float) -> T:
         """Run a request of `_Requests`. Raises FileNotFoundError for what does not exist, and
