@@ -5,14 +5,18 @@ import json
 import tracemalloc
 import zlib
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import StreamReader
+from aiohttp.base_protocol import BaseProtocol
 from tests.engine.api.stage import ScriptedEngine, Stage, counts_up, stage, until
 
-from kvferry.engine.api.context import ApiSettings
+from kvferry.engine.api.context import ApiSettings, Upload
+from kvferry.errors import RequestRefused
+from kvferry.web.bodies import BodyBudget
 
 COMPLETIONS = "/v1/completions"
 
@@ -30,18 +34,23 @@ def test_a_body_that_is_too_large_is_413_also_when_it_was_compressed(model: Path
 
 
 @asynccontextmanager
-async def upload(
-    s: Stage, sent: bytes, length: int
+async def connection(
+    s: Stage, *sent: bytes
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """Send the start of a body of `length` bytes; give the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(s.url.rsplit(":", 1)[1]))
     try:
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
-        writer.write(head % length + sent)
-        await writer.drain()
+        writer.writelines(sent)
         yield reader, writer
     finally:
         writer.close()
+
+
+def upload(
+    s: Stage, sent: bytes, length: int
+) -> AbstractAsyncContextManager[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """Send the start of a body of `length` bytes; give the connection."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+    return connection(s, head % length, sent)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +72,56 @@ def test_a_body_that_cannot_be_read_ends_its_connection(
             head = await reader.readuntil(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 " + status)
             assert b"Connection: close" in head
+
+    asyncio.run(scene())
+
+
+def test_half_a_head_ends_its_connection(model: Path) -> None:
+    async def scene() -> None:
+        async with (
+            stage(ScriptedEngine(), model, ApiSettings(keepalive_s=0.05)) as s,
+            connection(s, b"POST /v1/comp") as (reader, _),
+        ):
+            assert await reader.read() == b""
+
+    asyncio.run(scene())
+
+
+def test_a_compressed_body_is_inflated_no_further_than_its_limit(model: Path) -> None:
+    """Otherwise each of these takes 10 s in which no other client is served."""
+    packer = zlib.compressobj(9)
+    start = packer.compress(bytes(2**20)) + packer.flush(zlib.Z_FULL_FLUSH)
+    more = packer.compress(bytes(2**20)) + packer.flush(zlib.Z_FULL_FLUSH)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Encoding: deflate\r\n"
+    head += b"Content-Length: 99999999\r\n\r\n"
+
+    async def scene() -> None:
+        async with (
+            stage(ScriptedEngine(), model, ApiSettings(max_body_bytes=10**8)) as s,
+            AsyncExitStack() as bombs,
+        ):
+            for _ in range(6):
+                bomb = connection(s, head + start + more * 4096)
+                reader, _ = await bombs.enter_async_context(bomb)
+                assert (await reader.readline()).startswith(b"HTTP/1.1 413")
+            await s.complete(prompt=[5])
+
+    asyncio.run(scene())
+
+
+def test_a_body_is_refused_in_the_moment_in_which_its_time_ends() -> None:
+    async def scene() -> None:
+        loop = asyncio.get_running_loop()
+        protocol = BaseProtocol(loop)
+        protocol.connection_made(asyncio.Transport())
+        content = StreamReader(protocol, 2**16, loop=loop)
+        body = Upload(BodyBudget(1))
+        reading = asyncio.create_task(body.read(content, ApiSettings(body_timeout_s=0)))
+        while not reading.done():
+            await asyncio.sleep(0)
+            body.refuse(RequestRefused("the server is stopping", status=503))
+        with pytest.raises(RequestRefused, match="stopping"):
+            await reading
 
     asyncio.run(scene())
 

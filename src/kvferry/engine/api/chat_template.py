@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.engine.api import template_process
-from kvferry.engine.api.template_process import FAULT, framed, read_frame
+from kvferry.engine.api.template_process import FAULT, read_frame, send_frame
 from kvferry.engine.model.config import read_json_object
 from kvferry.errors import ConfigError, RequestRefused
 
@@ -152,11 +152,11 @@ class _TemplateProcess:
     def ask(self, question: Mapping[str, Any]) -> str:
         """Return the text of the answer; raise TemplateFault if it is a fault, or if none comes."""
         try:
-            asked = framed(json.dumps(question).encode())
+            asked = json.dumps(question, ensure_ascii=False).encode(errors="surrogatepass")
         except RecursionError:
             raise TemplateFault("they are nested too deeply") from None
         try:
-            self._link.sendall(asked)
+            send_frame(self._link.sendall, asked)
             answer = read_frame(self._answers)
         except (OSError, ValueError):  # it is silent, or has ended, or was closed
             answer = b""

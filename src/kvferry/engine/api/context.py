@@ -24,7 +24,7 @@ from kvferry.engine.client import OutputStream
 from kvferry.engine.messages import AddRequest, CoreReady, CoreStatus, Remaining
 from kvferry.errors import RequestRefused
 from kvferry.web.api_keys import ApiKeys
-from kvferry.web.bodies import BodyBudget
+from kvferry.web.bodies import FREE_BODY_BYTES, BodyBudget
 from kvferry.web.transfer_records import TransferRecord
 
 
@@ -91,7 +91,7 @@ class Upload:
         """End `read`, which raises the refusal."""
         self._refusal = refusal
         self.end()
-        if self._scope is not None:
+        if self._scope is not None and not self._scope.expired():
             self._scope.reschedule(asyncio.get_running_loop().time())
 
     def end(self) -> None:
@@ -109,21 +109,30 @@ class Upload:
             async with asyncio.timeout_at(until) as self._scope:
                 while self._refusal is None:
                     self._scope.reschedule(min(until, clock() + settings.body_idle_timeout_s))
-                    piece = await content.readany()
-                    if not piece and self._refusal is None:
+                    num_before = len(body)
+                    body += await content.readany()
+                    if len(body) == num_before and self._refusal is None:
                         return bytes(body)
-                    body += piece
                     if len(body) > settings.max_body_bytes:
                         raise settings.too_large
                     self._bodies.count(self, len(body))
+                    if len(body) > FREE_BODY_BYTES:
+                        await asyncio.sleep(0)  # `readany` inflates the next piece without a pause
         except TimeoutError:
-            self._refusal = self._refusal or RequestRefused(
-                "the request body did not arrive in time", status=408
-            )
+            if self._refusal is None:
+                self._refusal = RequestRefused(
+                    "the request body did not arrive in time", status=408
+                )
         finally:
             self._scope = None
             body.clear()  # the traceback of a refusal would keep the bytes
-        raise self._refusal
+        raise self._pop_refusal()
+
+    def _pop_refusal(self) -> RequestRefused:
+        """Return the refusal and forget it: with its traceback it would keep the whole request."""
+        assert self._refusal is not None
+        refusal, self._refusal = self._refusal, None
+        return refusal
 
 
 # -- drain --
@@ -237,6 +246,8 @@ class ApiSettings:
     """The time a client has to send its body."""
     body_idle_timeout_s: float = 30.0
     """The longest pause within a body."""
+    keepalive_s: float = 75.0
+    """The time a connection may wait for the end of its next request's head."""
     stall_timeout_s: float = 120.0
     """The time a client may leave the sent data unread before its request is aborted."""
     api_keys: ApiKeys = field(default_factory=ApiKeys)

@@ -88,6 +88,9 @@ class _JsonErrorConnection(web.RequestHandler):
             resp = _closing_response(
                 RequestRefused(_http_error_message(resp.status), status=resp.status)
             )
+        if "Content-Encoding" in request.headers and not request.content.is_eof():
+            # Otherwise aiohttp inflates the rest of the body, without a pause for other clients.
+            self._lingering_time = 0.0
         return await super().finish_response(request, resp, start_time)
 
 

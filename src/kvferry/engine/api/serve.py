@@ -280,6 +280,7 @@ def make_runner(app: web.Application) -> web.AppRunner:
     return JsonErrorRunner(
         app,
         handler_cancellation=True,
+        keepalive_timeout=app[CONTEXT].settings.keepalive_s,
         access_log=None,
         logger=logger,
         shutdown_timeout=_CANCEL_TIMEOUT_S,

@@ -29,8 +29,9 @@ _MAX_FAULT_CHARS = 1000
 _LENGTH = struct.Struct("!Q")
 
 
-def framed(payload: bytes) -> bytes:
-    return _LENGTH.pack(len(payload)) + payload
+def send_frame(send: Callable[[bytes], object], payload: bytes) -> None:
+    send(_LENGTH.pack(len(payload)))
+    send(payload)
 
 
 def read_frame(stream: BinaryIO) -> bytes:
@@ -70,7 +71,7 @@ def _answer(work: Callable[[Any], str]) -> bool:
         reason = str(error)[:_MAX_FAULT_CHARS] or type(error).__name__
         answer = FAULT + reason.encode(errors="replace")
     signal.setitimer(signal.ITIMER_PROF, 0)
-    sys.stdout.buffer.write(framed(answer))
+    send_frame(sys.stdout.buffer.write, answer)
     sys.stdout.buffer.flush()
     return True
 
