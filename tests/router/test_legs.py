@@ -72,7 +72,7 @@ def test_the_prefill_leg_asks_for_one_token_and_a_short_answer_and_keeps_the_blo
         "return_token_ids": True,
         "return_prompt_text": True,
     }
-    assert json.loads(accepted(body).prefill_body()) == {
+    assert json.loads(b"".join(accepted(body).prefill_body())) == {
         "prompt": "hi",
         "max_tokens": 1,
         "stream": False,
@@ -90,23 +90,25 @@ def test_the_prefill_leg_asks_for_one_token_and_a_short_answer_and_keeps_the_blo
 
 def test_max_completion_tokens_is_one_where_the_client_named_it_and_absent_where_not() -> None:
     assert (
-        json.loads(accepted({"messages": [], "max_completion_tokens": 9}).prefill_body())[
+        json.loads(b"".join(accepted({"messages": [], "max_completion_tokens": 9}).prefill_body()))[
             "max_completion_tokens"
         ]
         == 1
     )
-    assert "max_completion_tokens" not in json.loads(accepted({"messages": []}).prefill_body())
+    assert "max_completion_tokens" not in json.loads(
+        b"".join(accepted({"messages": []}).prefill_body())
+    )
 
 
 def test_the_decode_leg_is_the_clients_request_with_the_blocks_of_p() -> None:
     body = {"prompt": [1, 2, 3], "max_tokens": 100, "stream": True, "n": 3}
-    assert json.loads(accepted(body).decode_body(handover())) == body | {
+    assert json.loads(b"".join(accepted(body).decode_body(handover()))) == body | {
         "kv_transfer_params": PARAMS | {"conversation": None}
     }
 
 
 def test_without_blocks_the_decode_leg_is_the_clients_request() -> None:
-    assert json.loads(accepted({"prompt": "a", "n": 2}).decode_body(None)) == {
+    assert json.loads(b"".join(accepted({"prompt": "a", "n": 2}).decode_body(None))) == {
         "prompt": "a",
         "n": 2,
     }
@@ -116,9 +118,9 @@ def test_transfer_params_typed_by_a_client_reach_nobody() -> None:
     request = accepted(
         {"prompt": "a", "kv_transfer_params": {"ticket": "stolen"}, "conversation_id": "c"}
     )
-    assert json.loads(request.decode_body(None)) == {"prompt": "a"}
-    assert b"stolen" not in request.prefill_body()
-    assert b"stolen" not in request.decode_body(handover())
+    assert json.loads(b"".join(request.decode_body(None))) == {"prompt": "a"}
+    assert b"stolen" not in b"".join(request.prefill_body())
+    assert b"stolen" not in b"".join(request.decode_body(handover()))
 
 
 @pytest.mark.parametrize("spelt", ["kv_transfer_params", "kv_\\u0074ransfer_params"])
@@ -132,7 +134,11 @@ def test_transfer_params_among_vllms_own_extra_arguments_reach_nobody(
     body = f'{{"prompt":"a","vllm_xargs":{{"mine":1,"{spelt}":{claimed}}}}}'
     request = read_client_request(body.encode())
     assert isinstance(request, ClientRequest)
-    for leg in (request.decode_body(None), request.decode_body(handover()), request.prefill_body()):
+    for leg in (
+        b"".join(request.decode_body(None)),
+        b"".join(request.decode_body(handover())),
+        b"".join(request.prefill_body()),
+    ):
         assert json.loads(leg)["vllm_xargs"] == {"mine": 1}
 
 
@@ -140,7 +146,7 @@ def test_transfer_params_among_vllms_own_extra_arguments_reach_nobody(
 def test_other_extra_arguments_are_passed_on_as_the_client_wrote_them(extra: bytes) -> None:
     request = read_client_request(b'{"prompt":"a","vllm_xargs":' + extra + b"}")
     assert isinstance(request, ClientRequest)
-    assert b'"vllm_xargs":' + extra in request.decode_body(None)
+    assert b'"vllm_xargs":' + extra in b"".join(request.decode_body(None))
 
 
 @pytest.mark.parametrize(
@@ -162,7 +168,7 @@ def test_text_in_another_encoding_is_refused_here(body: bytes) -> None:
 def test_text_of_any_language_is_passed_on_as_it_is(text: str) -> None:
     request = read_client_request(f'{{"prompt":"{text}"}}'.encode())
     assert isinstance(request, ClientRequest)
-    assert text.encode() in request.decode_body(None)
+    assert text.encode() in b"".join(request.decode_body(None))
 
 
 def test_a_million_prompts_cost_no_more_memory_than_two() -> None:
@@ -200,9 +206,9 @@ def test_values_are_passed_on_as_the_client_wrote_them() -> None:
     prompt = b'"\\u00e9 \\/ 1e5 \xc3\xa9"'
     request = read_client_request(b'{"prompt":' + prompt + b', "top_p" : 1.000 }')
     assert isinstance(request, ClientRequest)
-    assert prompt in request.prefill_body()
-    assert prompt in request.decode_body(None)
-    assert b"1.000" in request.decode_body(None)
+    assert prompt in b"".join(request.prefill_body())
+    assert prompt in b"".join(request.decode_body(None))
+    assert b"1.000" in b"".join(request.decode_body(None))
 
 
 @given(st.dictionaries(st.text(), json_values, max_size=6))
@@ -214,16 +220,16 @@ def test_whatever_else_a_request_holds_the_decode_leg_holds_too(body: dict[str, 
             for key, value in body.items()
             if key not in ("kv_transfer_params", "conversation_id")
         }
-        assert json.loads(request.decode_body(None)) == expected
-        assert json.loads(request.prefill_body())["max_tokens"] == 1
+        assert json.loads(b"".join(request.decode_body(None))) == expected
+        assert json.loads(b"".join(request.prefill_body()))["max_tokens"] == 1
 
 
 @given(st.binary(max_size=200) | json_values.map(lambda value: json.dumps(value).encode()))
 def test_any_bytes_are_a_request_or_a_refusal(body: bytes) -> None:
     request = read_client_request(body)
     if isinstance(request, ClientRequest):
-        request.prefill_body()
-        request.decode_body(None)
+        b"".join(request.prefill_body())
+        b"".join(request.decode_body(None))
     else:
         assert request.status == 400
 
@@ -252,9 +258,9 @@ def test_a_body_that_is_no_json_object_is_refused_with_the_reason(
 @pytest.mark.parametrize("prompt", [["a", "b"], [[1, 2], [3]], [[], []]])
 def test_several_prompts_in_one_request_are_told_apart(prompt: list[object]) -> None:
     request = accepted({"prompt": prompt, "n": 2})
-    assert [json.loads(request.with_prompt(one).decode_body(None)) for one in request.prompts] == [
-        {"prompt": one, "n": 2} for one in prompt
-    ]
+    assert [
+        json.loads(b"".join(request.with_prompt(one).decode_body(None))) for one in request.prompts
+    ] == [{"prompt": one, "n": 2} for one in prompt]
     spaced = read_client_request(b'{"prompt" : [ %b ]}' % b" , ".join(map(bytes, request.prompts)))
     assert isinstance(spaced, ClientRequest)
     assert spaced.prompts == request.prompts
@@ -296,7 +302,7 @@ def test_the_number_of_choices_of_several_prompts_reaches_engines_as_the_router_
     assert isinstance(request, ClientRequest)
     assert request.num_choices == num_choices
     for prompt in request.prompts:
-        body = request.with_prompt(prompt).decode_body(None)
+        body = b"".join(request.with_prompt(prompt).decode_body(None))
         assert json.loads(body)["n"] == num_choices
         assert b'"n":%d' % num_choices in body
 
@@ -323,14 +329,16 @@ def test_several_prompts_with_a_number_of_choices_that_is_no_count_are_refused(n
 def test_the_number_of_choices_of_one_prompt_is_left_to_the_engine(n: str) -> None:
     request = read_client_request(b'{"prompt": "a", "n": %b}' % n.encode())
     assert isinstance(request, ClientRequest)
-    assert request.decode_body(None) == b'{"prompt":"a","n":%b}' % n.encode()
+    assert b"".join(request.decode_body(None)) == b'{"prompt":"a","n":%b}' % n.encode()
 
 
 @pytest.mark.parametrize(
     "prompt", ["a", ["a"], [[1, 2]], [1, 2], [], None, 5, {"a": 1}, [None, "a"]]
 )
 def test_one_prompt_in_any_spelling_is_left_to_the_engines(prompt: object) -> None:
-    assert json.loads(accepted({"prompt": prompt}).decode_body(None)) == {"prompt": prompt}
+    assert json.loads(b"".join(accepted({"prompt": prompt}).decode_body(None))) == {
+        "prompt": prompt
+    }
 
 
 @pytest.mark.parametrize(
@@ -350,14 +358,14 @@ def test_stream_is_read_as_vllm_reads_it_and_sent_as_a_boolean(
     request = read_client_request(f'{{"prompt":"a","stream":{spelling}}}'.encode())
     assert isinstance(request, ClientRequest)
     assert request.is_streamed is is_streamed
-    assert json.loads(request.decode_body(None))["stream"] is is_streamed
+    assert json.loads(b"".join(request.decode_body(None)))["stream"] is is_streamed
 
 
 @pytest.mark.parametrize("value", [None, 2, -1, 10**40, "", "maybe", "1.0", " true", [True], {}])
 def test_a_stream_that_is_no_boolean_is_left_to_the_engines(value: object) -> None:
     request = accepted({"prompt": "a", "stream": value})
     assert not request.is_streamed
-    assert json.loads(request.decode_body(None))["stream"] == value
+    assert json.loads(b"".join(request.decode_body(None)))["stream"] == value
 
 
 def test_the_answer_of_p_names_its_ticket_and_side_channel() -> None:

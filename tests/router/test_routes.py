@@ -331,10 +331,13 @@ def test_a_body_of_transfer_params_alone_arrives_as_an_empty_object(path: str) -
 
 
 @pytest.mark.parametrize("name", ["kv_transfer_params", r"kv\u005Ftransfer\u005fparams"])
-def test_a_form_with_transfer_params_is_refused(name: str) -> None:
+@pytest.mark.parametrize("num_before", [0, *range(2**20 - 380, 2**20, 29)])
+def test_a_form_with_transfer_params_is_refused(name: str, num_before: int) -> None:
+    """Wherever the name is: the router looks at a form in parts of 1 MiB."""
+
     async def scene() -> None:
         async with stage(prefills, completes) as s:
-            fields = {"vllm_xargs": f'{{"{name}": ""}}'}
+            fields = {"file": "a" * num_before, "vllm_xargs": f'{{"{name}": ""}}'}
             form = aiohttp.FormData(fields, default_to_multipart=True)
             async with s.session.post(f"{s.url}/v1/audio/transcriptions", data=form) as answer:
                 assert answer.status == 400

@@ -375,7 +375,7 @@ def _page_handlers(
 
 def _from_body(answer: Callable[[bytes], HttpResponse]) -> _Page:
     async def page(request: ServerRequest) -> HttpResponse:
-        return answer(request.body)
+        return answer(bytes(request.body))
 
     return page
 

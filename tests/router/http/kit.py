@@ -117,7 +117,7 @@ async def echo(request: ServerRequest, reply: ResponseWriter) -> None:
     reply.send(
         200,
         [("X-Method", request.method), ("X-Path", request.path), ("X-Query", request.query)],
-        request.body,
+        bytes(request.body),
     )
 
 

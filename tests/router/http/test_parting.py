@@ -308,7 +308,7 @@ def test_a_tls_connection_that_is_lost_in_the_turn_of_the_leaving_is_lost(cert: 
         asked, late = asyncio.Event(), Late()
         async with instance(in_two(OK, 5, asked), server_side(cert)) as plain:
             connection = await connected(Target(plain.address, client_side(cert)))
-            asking = connection.send_request("POST", post(b"hello"), 5, late.hear)
+            asking = connection.send_request("POST", [post(b"hello")], 5, late.hear)
             await asked.wait()
             assert connection.transport is not None
             connection.transport.abort()
@@ -328,7 +328,7 @@ def test_whoever_looks_for_more_of_one_that_was_left_hears_it() -> None:
     async def story() -> None:
         async with instance(stays) as target:
             connection = await connected(target)
-            asking = connection.send_request("POST", post(b"hello"), 5, Late().hear)
+            asking = connection.send_request("POST", [post(b"hello")], 5, Late().hear)
             connection.abort()
             with pytest.raises(UpstreamDisconnected):
                 await asking

@@ -34,7 +34,7 @@ class Reading:
             body = self.reader.take_body()
             if body is None:
                 return taken
-            taken.append((self.path, body))
+            taken.append((self.path, bytes(body)))
             self.is_in_body = False
 
 

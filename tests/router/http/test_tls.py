@@ -72,7 +72,7 @@ def test_requests_go_through_tls_on_both_sides(cert: Path) -> None:
             target = Target(plain.address, client_side(cert))
 
             async def handler(request: ServerRequest, reply: ResponseWriter) -> None:
-                with await ask(made, target, body=request.body) as answer:
+                with await ask(made, target, body=bytes(request.body)) as answer:
                     await answer.relay(reply, [], idle_timeout_s=5)
 
             async with serving(handler, tls=server_side(cert)) as served:

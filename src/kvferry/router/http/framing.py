@@ -287,8 +287,6 @@ def chunk(data: bytes) -> bytes:
 # The bytes of one connection as consecutive requests.
 
 
-_MAX_SEGMENTS = 1024
-"""Above this number the segments of a body are joined, so that tiny segments stay cheap."""
 _EMPTY_LINES = re.compile(rb"\A(?:\r\n)+")
 
 
@@ -297,7 +295,7 @@ class RequestReader:
     RequestRefused the rest of the connection cannot be parsed.
     """
 
-    __slots__ = ("_chunked", "_data", "_is_line_checked", "_left", "_limits", "_segments", "_size")
+    __slots__ = ("_body", "_chunked", "_data", "_is_line_checked", "_left", "_limits")
 
     def __init__(self, limits: ServerLimits) -> None:
         self._limits = limits
@@ -305,17 +303,18 @@ class RequestReader:
         self._is_line_checked = False
         self._left = -1  # length of the current body; -1 if no body of known length is read
         self._chunked: ChunkedBody | None = None
-        self._segments: list[bytes] = []
-        self._size = 0  # total bytes of the segments
+        # Grows with each segment: joining the segments of a large body at its end would block the
+        # event loop for all other clients.
+        self._body = bytearray()
 
     @property
     def num_waiting(self) -> int:
         """Number of bytes added and not yet taken."""
-        return len(self._data) + self._size
+        return len(self._data) + len(self._body)
 
     def add(self, data: bytes) -> None:
         if self._left >= 0:
-            self._keep(data)
+            self._body += data
         elif self._data:
             self._data += data
         else:
@@ -337,7 +336,7 @@ class RequestReader:
         self._begin_body(head, data[end + 4 :])
         return head
 
-    def take_body(self) -> bytes | None:
+    def take_body(self) -> bytes | bytearray | None:
         """The body of the last head; None while it is incomplete."""
         if self._left >= 0:
             return self._take_length()
@@ -358,51 +357,38 @@ class RequestReader:
                 raise _too_large(self._limits)
             self._left = head.length
             self._data = b""
-            self._segments = [rest]
-            self._size = len(rest)
+            self._body = bytearray(rest)
         elif head.body is BodyKind.CHUNKED:
             self._chunked = ChunkedBody()
 
-    def _take_length(self) -> bytes | None:
+    def _take_length(self) -> bytearray | None:
         length = self._left
-        if self._size < length:
+        if len(self._body) < length:
             return None
-        joined = self._segments[0] if len(self._segments) == 1 else b"".join(self._segments)
-        self._end_body()
-        if len(joined) == length:
-            return joined
-        self._data = joined[length:]
-        return joined[:length]
+        self._data = bytes(memoryview(self._body)[length:])
+        del self._body[length:]
+        return self._end_body()
 
-    def _take_chunked(self, chunked: ChunkedBody) -> bytes | None:
+    def _take_chunked(self, chunked: ChunkedBody) -> bytearray | None:
         decoded: list[bytes] = []
         try:
             used = chunked.advance(self._data, decoded)
         except FramingError as error:
             raise RequestRefused(f"the chunked body of the request is not valid: {error}") from None
         self._data = self._data[used:]
-        segment = b"".join(decoded)  # join, so that tiny chunks do not become many objects
-        if segment:
-            self._keep(segment)
-        if self._size > self._limits.body_bytes:
+        for segment in decoded:
+            self._body += segment
+        if len(self._body) > self._limits.body_bytes:
             raise _too_large(self._limits)
         if not chunked.is_ended:
             return None
-        body = b"".join(self._segments)
-        self._end_body()
-        return body
+        return self._end_body()
 
-    def _keep(self, segment: bytes) -> None:
-        self._segments.append(segment)
-        self._size += len(segment)
-        if len(self._segments) > _MAX_SEGMENTS:
-            self._segments = [b"".join(self._segments)]
-
-    def _end_body(self) -> None:
+    def _end_body(self) -> bytearray:
+        body, self._body = self._body, bytearray()
         self._left = -1
         self._chunked = None
-        self._segments = []
-        self._size = 0
+        return body
 
 
 def _too_long(limits: ServerLimits) -> RequestRefused:

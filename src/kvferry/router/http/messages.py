@@ -151,7 +151,7 @@ class ServerRequest:
     path: str
     query: str
     headers: Headers
-    body: bytes
+    body: bytes | bytearray
     peer: str
 
 

@@ -341,7 +341,7 @@ class UpstreamPool:
         method: str,
         path: str,
         headers: Fields,
-        body: bytes | Sequence[bytes] = b"",
+        body: bytes | Sequence[bytes | memoryview] = b"",
         *,
         connect_timeout_s: float,
         head_timeout_s: float,
@@ -356,12 +356,8 @@ class UpstreamPool:
         ends without a byte of an answer, the request is sent again over a new connection.
         """
         pool = self._pools.get(target) or self._add_pool(target)
-        if isinstance(body, bytes):
-            data = request_head(method, path, pool.host, headers, len(body)) + body
-        else:
-            data = b"".join(
-                (request_head(method, path, pool.host, headers, sum(map(len, body))), *body)
-            )
+        body = [body] if isinstance(body, bytes) else body
+        data = [request_head(method, path, pool.host, headers, sum(map(len, body))), *body]
         connection = pool.take(self._loop.time())
         if connection is not None:
             try:

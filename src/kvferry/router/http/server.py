@@ -199,7 +199,7 @@ class ServerConnection(asyncio.Protocol):
             if head.expects_continue and not self._reader.num_waiting:
                 self.out.put(b"HTTP/1.1 100 Continue\r\n\r\n")
 
-    def _begin(self, body: bytes) -> None:
+    def _begin(self, body: bytes | bytearray) -> None:
         assert self._request is not None
         assert self._reply is not None
         self._server.bodies.count(self, len(body))

@@ -13,7 +13,8 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from kvferry.logs import repeats_of
@@ -174,6 +175,19 @@ _MAX_HEAD = 64 * 1024
 _MAX_WAITING = 256 * 1024
 """Bytes of a body that may wait to be taken; above this the connection is not read."""
 
+_MAX_WRITE = 256 * 1024
+"""Bytes of a request that are written in one step."""
+
+
+def _segments(data: Sequence[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+    """The request in segments for one write each, without a copy of large parts."""
+    if sum(map(len, data)) <= _MAX_WRITE:
+        yield b"".join(data)
+        return
+    for part in data:
+        for start in range(0, len(part), _MAX_WRITE):
+            yield memoryview(part)[start : start + _MAX_WRITE]
+
 
 class Receiver(Protocol):
     """Gets the bytes of a body as they arrive."""
@@ -196,12 +210,14 @@ class UpstreamConnection(asyncio.Protocol):
     __slots__ = (
         "_abandoned",
         "_head_waiter",
+        "_is_paused",
         "_late",
         "_method",
         "_on_lost",
         "_phase",
         "_segments",
         "_size",
+        "_unsent",
         "_waiter",
         "deadline",
         "error",
@@ -228,6 +244,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._phase = _FRESH
         self._segments: list[bytes] = []
         self._size = 0
+        self._unsent: deque[bytes | memoryview] = deque()
+        self._is_paused = False
         self._head_waiter: asyncio.Future[ResponseHead] | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._late: LateResponse | None = None
@@ -263,6 +281,7 @@ class UpstreamConnection(asyncio.Protocol):
         return (
             transport is not None
             and not self._size
+            and not self._unsent
             and not transport.is_closing()
             and not transport.get_write_buffer_size()
         )
@@ -272,7 +291,7 @@ class UpstreamConnection(asyncio.Protocol):
     def send_request(
         self,
         method: str,
-        data: bytes,
+        data: Sequence[bytes | memoryview],
         timeout_s: float,
         on_late_response: OnLateResponse | None = None,
     ) -> "asyncio.Future[ResponseHead]":
@@ -293,7 +312,8 @@ class UpstreamConnection(asyncio.Protocol):
                 self._late.add(b"".join(self._segments))
             self._read_head()
         if self.transport is not None and not self.transport.is_closing():
-            self.transport.write(data)
+            self._unsent.extend(_segments(data))
+            self._send_more()
         elif not waiter.done():
             waiter.set_exception(
                 UpstreamDisconnected("it closed the connection before answering", self.has_answered)
@@ -382,6 +402,7 @@ class UpstreamConnection(asyncio.Protocol):
     def abort_transport(self) -> None:
         """Close the connection at once; a late response is lost."""
         self.deadline = NEVER
+        self._unsent.clear()
         if self.transport is not None:
             self.transport.abort()
 
@@ -390,9 +411,14 @@ class UpstreamConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport  # type: ignore[assignment]  # uvloop's is no asyncio.Transport
 
+    def pause_writing(self) -> None:
+        self._is_paused = True
+
     def resume_writing(self) -> None:
-        """Note the end of a large request: asyncio calls this when its buffer is nearly empty."""
+        """Go on with a large request: asyncio calls this when its buffer is nearly empty."""
+        self._is_paused = False
         self.sent_at = time.monotonic()
+        self._send_more()
 
     def data_received(self, data: bytes) -> None:
         self.pool.num_received += 1
@@ -421,6 +447,7 @@ class UpstreamConnection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self.error = error
         self.transport = None
+        self._unsent.clear()
         self.deadline = NEVER
         self._on_lost(self)
         if self._phase == _ABANDONED:
@@ -443,7 +470,15 @@ class UpstreamConnection(asyncio.Protocol):
 
     # -- helpers --
 
+    def _send_more(self) -> None:
+        """Write until the transport has enough. Handing over a large request at once would copy or
+        encrypt all of it in one step of the event loop.
+        """
+        while self._unsent and not self._is_paused and self.transport is not None:
+            self.transport.write(self._unsent.popleft())
+
     def _abandon(self) -> None:
+        self._unsent.clear()
         self._fail(
             UpstreamDisconnected("the request was abandoned before it answered", self.has_answered)
         )

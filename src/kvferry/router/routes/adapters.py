@@ -71,7 +71,7 @@ class Adapters:
                 "POST",
                 request.path,
                 headers,
-                request.body,
+                bytes(request.body),
                 connect_timeout_s=timeouts.connect,
                 head_timeout_s=timeouts.answer,
             ) as answer:

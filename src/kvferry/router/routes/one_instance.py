@@ -216,7 +216,7 @@ class OneInstanceHandler:
             http.method,
             f"{http.path}?{http.query}" if http.query else http.path,
             context.leg_headers,
-            http.body if needs_no_parsing(route, http) else client.decode_body(None),
+            [memoryview(http.body)] if needs_no_parsing(route, http) else client.decode_body(None),
             connect_timeout_s=timeouts.connect,
             head_timeout_s=timeouts.answer,
         )

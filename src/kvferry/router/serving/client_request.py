@@ -22,6 +22,9 @@ MAX_PROMPTS = 256
 """Largest number of prompts in one request. Each prompt is served as a request of its own."""
 
 _Fields = dict[str, msgspec.Raw]
+LegBody = list[bytes | memoryview]
+"""The body of a leg, in parts."""
+_MAX_COPIED_BYTES = 256 * 1024
 _NO_FIELDS: Mapping[str, msgspec.Raw] = MappingProxyType({})
 
 # Decoders are made once: `msgspec.json.decode` with a type analyses the type on every call, which
@@ -199,8 +202,11 @@ class ClientRequest(msgspec.Struct, frozen=True):
     def prompt(self) -> memoryview:
         """The JSON text of the fields that the prompt begins with."""
         if self.api is not Api.OPENAI:
-            named = (self.fields.get(name) for name in _PROMPT_FIELDS[self.api])
-            return memoryview(b"".join(bytes(text) for text in named if text is not None))
+            names = _PROMPT_FIELDS[self.api]
+            named = [memoryview(self.fields[name]) for name in names if name in self.fields]
+            largest = max(named, key=len, default=memoryview(b""))
+            # Copying a large prompt would block the event loop.
+            return largest if len(largest) > _MAX_SMALL_BYTES else memoryview(b"".join(named))
         text = self.fields.get("messages") or self.fields.get("prompt")
         return memoryview(b"") if text is None else memoryview(text)
 
@@ -238,7 +244,7 @@ class ClientRequest(msgspec.Struct, frozen=True):
         leg_id: str = "",
         *,
         extra: Mapping[str, msgspec.Raw] = _NO_FIELDS,
-    ) -> bytes:
+    ) -> "LegBody":
         """Body of the prefill leg: P computes the prompt, retains the blocks and returns one token.
 
         `last_turn`: the parameters that D returned at the end of the conversation's last turn.
@@ -251,7 +257,7 @@ class ClientRequest(msgspec.Struct, frozen=True):
             **_one_token(leg, self.api),
             "kv_transfer_params": _prefill_params(push_ticket, last_turn, leg_id),
         }
-        return _encoder.encode({**leg, **extra})
+        return _encode({**leg, **extra})
 
     def with_id(self, response_id: str) -> "ClientRequest":
         """The same request for a response that gets this id from its engine."""
@@ -260,7 +266,7 @@ class ClientRequest(msgspec.Struct, frozen=True):
 
     def decode_body(
         self, handover: Handover | None, turn_id: str | None = None, leg_id: str = ""
-    ) -> bytes:
+    ) -> "LegBody":
         """Body of the decode leg: the client's request with P's blocks attached.
 
         Without `handover`, D computes the prompt itself. `turn_id`: D retains the blocks of this
@@ -272,7 +278,7 @@ class ClientRequest(msgspec.Struct, frozen=True):
             else b'"conversation":"%s"' % turn_id.encode("ascii")
         )
         if handover is None:
-            return _encoder.encode(
+            return _encode(
                 self.fields
                 if turn_id is None
                 else self.fields | {"kv_transfer_params": msgspec.Raw(b"{%s}" % added)}
@@ -280,7 +286,24 @@ class ClientRequest(msgspec.Struct, frozen=True):
         if leg_id:
             added = b"%b,%b" % (_leg_id_field(leg_id), added)
         params = _with_fields(handover.params, added)
-        return _encoder.encode(self.fields | {"kv_transfer_params": params})
+        return _encode(self.fields | {"kv_transfer_params": params})
+
+
+def _encode(fields: Mapping[str, msgspec.Raw]) -> LegBody:
+    """The JSON object with these fields. Large values are not copied: that would block the event
+    loop for a moment in each leg.
+    """
+    if all(len(memoryview(value)) <= _MAX_COPIED_BYTES for value in fields.values()):
+        return [_encoder.encode(fields)]
+    body: LegBody = []
+    small: dict[str, msgspec.Raw] = {}
+    for name, value in fields.items():
+        if len(memoryview(value)) <= _MAX_COPIED_BYTES:
+            small[name] = value
+        else:
+            body += [b",", _encoder.encode(name), b":", memoryview(value)]
+    rest = _encoder.encode(small)
+    return [b"{", *body[1:], b"," if small else b"", rest[1:]]
 
 
 def _one_token(leg: _Fields, api: Api) -> _Fields:
@@ -329,9 +352,11 @@ def _with_fields(params: msgspec.Raw, added: bytes) -> msgspec.Raw:
     return msgspec.Raw(b"{%b%b%b" % (added, b"" if rest.startswith(b"}") else b",", rest))
 
 
-def read_client_request(body: bytes, api: Api = Api.OPENAI) -> ClientRequest | InvalidRequest:
+def read_client_request(
+    body: bytes | bytearray, api: Api = Api.OPENAI
+) -> ClientRequest | InvalidRequest:
     """Parse and check the body of a client's request."""
-    if not body.strip():
+    if not body or body.isspace():
         return InvalidRequest(400, "the request body is empty: send a JSON object")
     # msgspec does not check the UTF-8 of values that stay Raw.
     if not body.isascii() and not _is_utf8(body):
@@ -513,7 +538,7 @@ def _take_num_choices(fields: _Fields) -> int | None:
     return int(value)
 
 
-def _is_utf8(body: bytes) -> bool:
+def _is_utf8(body: bytes | bytearray) -> bool:
     """Whether the body is UTF-8. msgspec does not check values that stay undecoded."""
     try:
         body.decode()
@@ -522,7 +547,7 @@ def _is_utf8(body: bytes) -> bool:
     return True
 
 
-def _small_bytes(body: bytes) -> int:
+def _small_bytes(body: bytes | bytearray) -> int:
     large = _large_decoder.decode(body)
     return len(body) - sum(
         len(memoryview(getattr(large, name))) for name in _LargeFields.__struct_fields__

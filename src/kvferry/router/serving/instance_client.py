@@ -28,6 +28,7 @@ from kvferry.router.http.pool import OnLateResponse, Target, UpstreamPool, Upstr
 from kvferry.router.http.via import LOOP_DETECTED, via
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.options import RouterOptions
+from kvferry.router.serving.client_request import LegBody
 from kvferry.router.serving.context import (
     HttpResponse,
     LegFailure,
@@ -94,7 +95,7 @@ class InstanceClient:
         self,
         context: RequestContext,
         instance: Instance,
-        body: bytes,
+        body: LegBody,
         on_late_response: OnLateResponse | None = None,
     ) -> Coroutine[Any, Any, UpstreamResponse]:
         """Send one leg with the leg's path and headers."""

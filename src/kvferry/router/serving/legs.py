@@ -27,7 +27,7 @@ from kvferry.router.http.messages import AnswerTooLong, UpstreamDisconnected, Up
 from kvferry.router.http.pool import UpstreamResponse
 from kvferry.router.routes.table import Api
 from kvferry.router.serving.aborted_answers import is_aborted
-from kvferry.router.serving.client_request import Handover, read_prefill_answer
+from kvferry.router.serving.client_request import Handover, LegBody, read_prefill_answer
 from kvferry.router.serving.context import (
     HttpResponse,
     LegFailure,
@@ -116,7 +116,7 @@ class PrefillLeg:
         self,
         context: RequestContext,
         instance: Instance,
-        body: bytes,
+        body: LegBody,
         leg_id: str,
         on_late_handover: Callable[[Handover], None],
     ) -> Handover | HttpResponse | LegFailure | None:
@@ -275,7 +275,7 @@ class DecodeLeg:
         context: RequestContext,
         held: PrefilledBlocks,
         instance: Instance,
-        body: bytes,
+        body: LegBody,
         leg_id: str,
         has_begun: asyncio.Event | None,
     ) -> LegFailure | None:
