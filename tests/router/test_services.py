@@ -1,9 +1,15 @@
 """Tests of services: the fleet follows the addresses of a DNS name."""
 
+import asyncio
+import logging
+import socket
+from collections.abc import Iterator
+
 import pytest
 from tests.router.fleet_world import make_fleet
 
 from kvferry.errors import ConfigError
+from kvferry.router.fleet.dns import ServiceResolver
 from kvferry.router.fleet.fleet import Fleet, MemberState, RoutingHints
 from kvferry.router.fleet.instances import Instance, Outcome, Role
 from kvferry.router.fleet.services import (
@@ -152,3 +158,53 @@ def test_a_wrong_name_of_a_service_is_refused(url: str) -> None:
 def test_times_of_discovery_are_positive(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"{name} must be a number of seconds above 0"):
         DiscoveryOptions(**{name: 0})
+
+
+@pytest.mark.parametrize("first", [MemoryError(), ValueError("embedded null character"), []])
+def test_a_name_is_looked_up_again_whatever_a_lookup_raises(
+    first: Exception | list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: Iterator[Exception | list[str]] = iter([first, ["10.0.0.1"]])
+
+    def lookup(*_: object, **__: object) -> list[tuple[object, ...]]:
+        answer = next(answers, ["10.0.0.1"])
+        if isinstance(answer, Exception):
+            raise answer
+        return [(socket.AF_INET, 1, 6, "", (host, 0)) for host in answer]
+
+    async def scene() -> None:
+        world = World()
+        monkeypatch.setattr(socket, "getaddrinfo", lookup)
+        options = DiscoveryOptions(interval_s=0.01, timeout_s=0.1)
+        resolver = ServiceResolver([SERVICE], options, world.discovered, lambda: None)
+        running = asyncio.create_task(resolver.run())
+        async with asyncio.timeout(30):
+            while world.hosts() != ["10.0.0.1"]:
+                await asyncio.sleep(0.01)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(scene())
+
+
+def test_the_routers_own_address_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = [(socket.AF_INET, 1, 6, "", (host, 0)) for host in ("127.0.0.1", "10.0.0.1")]
+
+    async def scene() -> None:
+        world = World()
+        world.fleet.listening = Address("0.0.0.0", SERVICE.port)
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+        options = DiscoveryOptions(interval_s=0.01)
+        resolver = ServiceResolver([SERVICE], options, world.discovered, lambda: None)
+        running = asyncio.create_task(resolver.run())
+        async with asyncio.timeout(30):
+            while world.hosts() != ["10.0.0.1"]:
+                await asyncio.sleep(0.01)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(scene())
+    assert "has this router's own address" in caplog.text

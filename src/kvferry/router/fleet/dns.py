@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvferry.logs import repeats_of
 from kvferry.router.fleet.services import DiscoveredInstances, DiscoveryOptions, ServiceName
 
 __all__ = ["ServiceResolver"]
@@ -39,11 +40,15 @@ class ServiceResolver:
     async def run(self) -> None:
         """Look the names up, again and again, until cancelled."""
         services = set(self.services)  # an operator may name one service twice
-        while services:
-            await asyncio.gather(*map(self._refresh, services))
-            for instance in self.discovered.remove_drained():
-                _log.info("instance has left the fleet instance=%s", instance.url)
-            await asyncio.sleep(self.options.interval_s)
+        try:
+            while services:
+                await asyncio.gather(*map(self._refresh, services))
+                for instance in self.discovered.remove_drained():
+                    _log.info("instance has left the fleet instance=%s", instance.url)
+                await asyncio.sleep(self.options.interval_s)
+        finally:
+            for lookup in self._lookups.values():
+                lookup.answer.cancel()
 
     async def _refresh(self, service: ServiceName) -> None:
         lookup = self._lookups.get(service)
@@ -65,6 +70,12 @@ class ServiceResolver:
         except (OSError, UnicodeError) as error:
             self._note_failure(service, getattr(error, "strerror", None) or str(error))
             return
+        if self.discovered.has_own(service, hosts):
+            _log.warning(
+                "service=%s has this router's own address, which the router leaves out",
+                service,
+                extra=repeats_of(service),
+            )
         if self._failures.pop(service, None) is not None:
             _log.info("the service has addresses again service=%s", service)
         if self.discovered.update(service, hosts, time.monotonic()):
@@ -97,6 +108,8 @@ class _Lookup:
             hosts: frozenset[str] | Exception = _addresses(self._service.name)
         except (OSError, UnicodeError) as error:
             hosts = error
+        except Exception as error:  # without an answer, the name would never be looked up again
+            hosts = OSError(f"the lookup failed: {error!r}")
         # The loop is closed if the router has ended meanwhile.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._finish, hosts)

@@ -61,6 +61,10 @@ def parse_member(role: Role, url: str) -> Instance | ServiceName:
     return ServiceName(role, address.host, address.port)
 
 
+def _instances(service: ServiceName, hosts: Collection[str]) -> list[Instance]:
+    return [Instance(service.role, Address(host, service.port)) for host in hosts]
+
+
 @dataclass(slots=True)
 class DiscoveredInstances:
     """Applies the answers of name servers to the fleet. Instances that an operator named or drained
@@ -80,7 +84,7 @@ class DiscoveredInstances:
         """Apply the addresses of a service; True if they have changed. No address is no change, and
         neither is the address of the router itself.
         """
-        found = (Instance(service.role, Address(host, service.port)) for host in hosts)
+        found = _instances(service, hosts)
         after = frozenset(instance for instance in found if not self.fleet.is_own(instance))
         if not after:
             return False
@@ -93,6 +97,10 @@ class DiscoveredInstances:
             self.fleet.leave(instance)
             self._leaving.add(instance)
         return before != after
+
+    def has_own(self, service: ServiceName, hosts: Collection[str]) -> bool:
+        """Whether one of the addresses is the router's own."""
+        return any(map(self.fleet.is_own, _instances(service, hosts)))
 
     def _join(self, instance: Instance, now: float) -> None:
         was_leaving = instance in self._leaving
