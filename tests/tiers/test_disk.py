@@ -422,8 +422,8 @@ def test_what_cannot_be_evicted_keeps_its_space_and_the_next_objects_are_evicted
         make_older(root, key, HOUR_S - number)
     stuck_bytes = sum(object_path(root, key).stat().st_size for key in stuck)
     space = DiskSpace(root, max_bytes=stuck_bytes + 5 * OBJECT_BYTES)
-    caplog.handler.addFilter(RepeatFilter())
-    space.sweep()
+    with caplog.filtering(RepeatFilter()):
+        space.sweep()
     assert tier.find(keys) == [False] * 6 + [True] * 4
     assert space.usage().used_bytes == stuck_bytes + 4 * OBJECT_BYTES
     assert space.usage().num_evicted == 6
