@@ -376,8 +376,7 @@ class RequestReader:
         except FramingError as error:
             raise RequestRefused(f"the chunked body of the request is not valid: {error}") from None
         self._data = self._data[used:]
-        for segment in decoded:
-            self._body += segment
+        self._body += b"".join(decoded)
         if len(self._body) > self._limits.body_bytes:
             raise _too_large(self._limits)
         if not chunked.is_ended:

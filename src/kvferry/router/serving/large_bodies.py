@@ -75,6 +75,7 @@ async def _ask_process(body: bytes | bytearray, api: Api) -> bytes:
         *(sys.executable, "-P", "-m", __name__, api),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C is for the router, which lets its requests end
     )
     try:
         found, _ = await process.communicate(body)
