@@ -43,6 +43,9 @@ RENAMED = {
 """
 RENAMED_FLAGS = {"--planes": "--transports", "--plane": "--transport", "--pieces": "--segments"}
 
+HOST_NAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
+"""Names with labels of other lengths cannot be resolved: Python raises UnicodeError."""
+
 
 def span(what: str, low: float, high: float) -> Meta:
     """The limits of a kind of number, and its description with them."""

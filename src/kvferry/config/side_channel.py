@@ -3,12 +3,11 @@ caller passes the environment.
 """
 
 import ipaddress
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from kvferry.config.fields import Port, Text, check_fields, parsed, shown
+from kvferry.config.fields import HOST_NAME, Port, Text, check_fields, parsed, shown
 from kvferry.errors import ConfigError
 from kvferry.types import Address
 
@@ -16,8 +15,6 @@ __all__ = ["LOOPBACK", "SideChannelConfig", "is_loopback", "is_wildcard", "numer
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 5600
-HOST_NAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
-"""Names with labels of other lengths cannot be resolved: Python raises UnicodeError."""
 
 HOST_NAMES = ("KVFERRY_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_HOST")
 PORT_NAMES = ("KVFERRY_SIDE_CHANNEL_PORT", "VLLM_NIXL_SIDE_CHANNEL_PORT")

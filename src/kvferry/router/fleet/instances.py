@@ -6,7 +6,7 @@ from enum import StrEnum
 from ipaddress import AddressValueError, IPv4Address, IPv6Address, ip_address
 from urllib.parse import urlsplit
 
-from kvferry.config.side_channel import HOST_NAME
+from kvferry.config.fields import HOST_NAME
 from kvferry.errors import ConfigError, without_password
 from kvferry.types import Address
 
