@@ -6,8 +6,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-__all__ = ["count_instructions"]
-
 
 def count_instructions(call: Callable[[], object]) -> int:
     """Count the instructions that this thread executes in all Python functions that the call

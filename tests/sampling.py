@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["exhaustive", "leave_out_exhaustive", "pairwise", "sampled", "seeds"]
-
 exhaustive = pytest.mark.exhaustive
 
 

@@ -14,8 +14,6 @@ from pathlib import Path
 import pytest
 from _pytest.runner import runtestprotocol
 
-__all__ = ["StallWatchdog", "run_test"]
-
 CHECK_INTERVAL_S = 0.25
 STALL_S = 4.0
 AFTER_EFFECT_S = 60.0

@@ -13,19 +13,6 @@ KVFerryError
 
 from itertools import islice
 
-__all__ = [
-    "ConfigError",
-    "IncompatiblePeer",
-    "InvalidTicket",
-    "KVFerryError",
-    "LocalProtocolError",
-    "MissingDependency",
-    "RemoteProtocolError",
-    "RequestRefused",
-    "TransportError",
-    "without_password",
-]
-
 
 class KVFerryError(Exception):
     """Base of all errors that kvferry raises on purpose."""

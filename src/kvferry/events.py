@@ -7,24 +7,6 @@ from dataclasses import dataclass, field
 
 from kvferry.types import LeaseEnd, RequestId
 
-__all__ = [
-    "BytesMoved",
-    "Event",
-    "EvictionDeferred",
-    "HandshakeFailed",
-    "LeaseEnded",
-    "MessageDropped",
-    "PeerConnected",
-    "PrefillCompleted",
-    "ReservationGranted",
-    "ReservationRefused",
-    "RetainedBlocksFetched",
-    "TransferAbandoned",
-    "TransferFailed",
-    "TransferFinished",
-    "TransferTimes",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class TransferTimes:

@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 from kvferry.errors import ConfigError
 
-__all__ = ["available_bytes", "check_fits"]
-
 MAX_SHARE = 0.9
 """Largest share of the available memory that one allocation may take."""
 

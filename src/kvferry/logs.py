@@ -21,22 +21,6 @@ from typing import Any, TextIO
 
 from kvferry.errors import ConfigError
 
-__all__ = [
-    "FORMATS",
-    "FORMAT_VARIABLE",
-    "LEVELS",
-    "LEVEL_VARIABLE",
-    "ForwardingHandler",
-    "JsonFormatter",
-    "LogSettings",
-    "RepeatFilter",
-    "TextFormatter",
-    "configure_logs",
-    "current_settings",
-    "repeats_of",
-    "show",
-]
-
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
 LEVEL_VARIABLE, FORMAT_VARIABLE = "KVFERRY_LOG_LEVEL", "KVFERRY_LOG_FORMAT"

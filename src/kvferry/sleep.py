@@ -11,8 +11,6 @@ import threading
 import time
 from contextlib import suppress
 
-__all__ = ["SHORT_SLEEP_S", "short_sleep"]
-
 SHORT_SLEEP_S = 20e-6
 SLACK_NS = 1000
 """How many nanoseconds late Linux may wake a thread in `short_sleep`; the default is 50,000."""

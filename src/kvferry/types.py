@@ -9,24 +9,6 @@ from enum import StrEnum
 from math import prod
 from typing import NewType, Self
 
-__all__ = [
-    "Address",
-    "Axis",
-    "AxisKind",
-    "BlockId",
-    "EngineId",
-    "EngineIncarnation",
-    "Epoch",
-    "FailurePolicy",
-    "KVLayout",
-    "LeaseEnd",
-    "MemoryKind",
-    "PeerId",
-    "Region",
-    "RequestId",
-    "Route",
-]
-
 RequestId = NewType("RequestId", str)
 """An engine's own id of one request; unique within one epoch of the engine."""
 

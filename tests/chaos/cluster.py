@@ -21,8 +21,6 @@ from kvferry.cli.cluster.vllm_servers import free_ports
 from kvferry.errors import KVFerryError
 from kvferry.testing.fault_proxy import FaultProxy
 
-__all__ = ["ROUTER", "ChaosCluster"]
-
 ROUTER = "router"
 DEADLINES = {
     "handshake_timeout": 2,

@@ -7,8 +7,6 @@ import aiohttp
 import psutil
 from tests.e2e.harness import QUIET, Engine, is_alive, metrics, new_session, until
 
-__all__ = ["PROGRESS_S", "busy", "expect", "family_of", "left_behind", "say"]
-
 SETTLE_S = 60.0
 PROGRESS_S = 5.0
 LEVELS = (

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-__all__ = ["VIOLATIONS", "Attempt", "Outcome", "judge"]
-
 HONEST_STATUSES = (502, 503)
 
 

@@ -13,8 +13,6 @@ import aiohttp
 from tests.chaos.judge import VIOLATIONS, Attempt, Outcome, judge
 from tests.e2e.harness import Prompt
 
-__all__ = ["Load", "Question"]
-
 LEAVING = 0.15
 STREAMED = 0.7
 LONGEST_STAY_S = 1.0

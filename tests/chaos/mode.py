@@ -4,8 +4,6 @@ together and P pushes), or a mix. Pure.
 
 from enum import StrEnum
 
-__all__ = ["Mode"]
-
 PULL, PUSH = "NixlConnector", "NixlPushConnector"
 
 

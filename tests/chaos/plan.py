@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["LEASE_S", "Fault", "Kind", "make_plan"]
-
 LEASE_S = 3.0
 MEAN_PAUSE_BETWEEN_S = 3.0
 QUIET_END_S = 5.0

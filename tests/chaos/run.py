@@ -18,8 +18,6 @@ from tests.chaos.plan import Fault, Kind, make_plan
 from tests.e2e.harness import Cluster, Prompt, ask_all, metrics, new_session
 from tests.e2e.hung_engine import hung
 
-__all__ = ["Report", "Settings", "run"]
-
 RESERVE = 40
 MOST_AT_ONCE = 2
 COUNTED = (

@@ -28,8 +28,6 @@ from kvferry.engine.scheduler import Scheduler
 from kvferry.engine.transfer_log import ConnectorTotals
 from kvferry.transports.registry import ConfiguredTransportKit
 
-__all__ = ["LocalEngine", "run_all"]
-
 SECRET = b"of the engines in this process"
 DEADLINE_S = 60.0
 

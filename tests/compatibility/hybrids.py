@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 import pytest
 from tests.compatibility.table import PAGE
 
-__all__ = ["HEADING", "HybridOutcomes", "hybrid_section"]
-
 HEADING = "## Hybrid models in vLLM\n"
 INTRODUCTION = """
 Written by `make compatibility` from the results of `tests/vllm/test_hybrid.py`: small models with \

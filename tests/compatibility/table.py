@@ -4,8 +4,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["PAGE", "Form", "Outcomes", "page"]
-
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 
 

@@ -19,8 +19,6 @@ from typing import Any
 
 import aiohttp
 
-__all__ = ["MISSING", "Page", "find_browser", "open_page", "start_browser"]
-
 MISSING = "there is no Chromium here; `make setup-browser` installs it (Debian, Ubuntu: as root)"
 DEADLINE_S = 40.0
 _FLAGS = (

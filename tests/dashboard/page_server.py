@@ -15,8 +15,6 @@ from kvferry.router.dashboard.files import DATA_HEADERS, DashboardFiles
 from kvferry.router.dashboard.request_view import view_request
 from kvferry.router.dashboard.state import build_state, encode_state
 
-__all__ = ["Stage", "raise_stage"]
-
 
 @dataclass
 class Stage:

@@ -10,16 +10,6 @@ from kvferry.router.time_series import TimeSeries
 from kvferry.router.timeline import RecentRequests, RequestEvent, RequestOutcome
 from kvferry.web.transfer_records import TransferRecord
 
-__all__ = [
-    "NOW",
-    "Scene",
-    "busy_scene",
-    "engine_page",
-    "hostile_scene",
-    "large_scene",
-    "watcher",
-]
-
 NOW = 10_000.0
 HOSTILE = '<img src=x onerror="window.hurt=1"><script>window.hurt=1</script>"\'&\u202e'
 

@@ -15,8 +15,6 @@ from tests.e2e.harness import Cluster, Engine
 
 from kvferry.engine.make_model.writer import make_model
 
-__all__ = ["TieredFleet", "start_tiered_fleet"]
-
 KEY = "sk-admin"
 
 

@@ -15,8 +15,6 @@ from typing import Any, Self
 import pytest
 from tests.e2e.harness import Host
 
-__all__ = ["Failure", "NameServer"]
-
 dnslib = pytest.importorskip("dnslib", reason="needs dnslib, from the extra [dev]")
 
 

@@ -22,8 +22,6 @@ from tests.e2e.harness import Cluster, Engine, Prompt, ask_all, metrics, new_ses
 
 from kvferry.engine.make_model.writer import make_model
 
-__all__ = ["Restarts", "Stream", "roll"]
-
 DRAIN_S = 60.0
 LONGEST_STREAM_S = 120.0
 EXTRA = {"kv_lease_duration": 60}

@@ -18,8 +18,6 @@ import numpy as np
 from tests.e2e.handovers import count, fresh
 from tests.e2e.harness import Answer, Engine, Prompt, ask, ask_all, until
 
-__all__ = ["SMALL", "Canaries", "disturb"]
-
 NUM_BLOCKS = 48
 SMALL = ("--num-gpu-blocks-override", str(NUM_BLOCKS))
 """A cache that `AT_ONCE` canaries fill: each has 13 blocks at its start and 15 at its end."""

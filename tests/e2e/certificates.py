@@ -3,8 +3,6 @@
 import subprocess
 from pathlib import Path
 
-__all__ = ["make_certificate"]
-
 
 def make_certificate(folder: Path) -> tuple[Path, Path]:
     """Make a certificate for this machine's own names, and its key."""

@@ -20,19 +20,6 @@ from kvferry.protocol.messages import RetainedTurnReply, RetainedTurnRequest
 from kvferry.transports.base import Received
 from kvferry.transports.zmq import CurveKeys, ZmqTransport
 
-__all__ = [
-    "BLOCK",
-    "PULLED",
-    "Talk",
-    "Told",
-    "ask_side_channel",
-    "blocks",
-    "retained_turns",
-    "says",
-    "side_channel_of",
-    "take_turn",
-]
-
 BLOCK = 16
 PULLED, BYTES = "kvferry:reuse_loaded_tokens_total", "kvferry:reuse_loaded_bytes_total"
 ANSWER_TOKENS = 24

@@ -21,8 +21,6 @@ from kvferry.protocol.messages import (
 )
 from kvferry.transports.zmq import CurveKeys, ZmqTransport
 
-__all__ = ["forged_params", "knock", "malformed_params", "send_as_member", "send_garbage"]
-
 json_values = st.recursive(
     st.none()
     | st.booleans()

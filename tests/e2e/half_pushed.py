@@ -20,8 +20,6 @@ from tests.e2e.harness import Answer, Prompt, assert_quiescent
 from tests.e2e.hosts import Hosts, skip_unless_possible
 from tests.e2e.push_legs import Legs, Shape, count_now
 
-__all__ = ["EXTRA", "LONG", "PartialPush", "Stage"]
-
 LONG = 600
 """Prompt length in tokens, 4 KiB each: many chunks, and several seconds at `RATE`."""
 CHUNKED = ("--num-gpu-blocks-override", "120", "--max-num-batched-tokens", "16")

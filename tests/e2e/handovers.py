@@ -8,18 +8,6 @@ from collections.abc import Iterable
 import aiohttp
 from tests.e2e.harness import Answer, Engine, Prompt, ask, metrics, prefill, until
 
-__all__ = [
-    "FAILED",
-    "FINISHED",
-    "assert_ended_well",
-    "assert_recovers",
-    "count",
-    "fresh",
-    "hand_over",
-    "is_free",
-    "is_loading",
-]
-
 FINISHED, FAILED = "kvferry:finished_loads_total", "kvferry:failed_loads_total"
 
 _rng = random.Random("handovers")

@@ -24,8 +24,6 @@ from typing import Any
 import pytest
 from tests.e2e.harness import Host
 
-__all__ = ["Hosts", "Namespace", "skip_unless_possible", "why_impossible"]
-
 OURS = 254
 NAME = re.compile(r"kvf([0-9a-f]+)-")
 _numbers = itertools.count()

@@ -16,8 +16,6 @@ from typing import NamedTuple
 
 from tests.e2e.harness import Engine
 
-__all__ = ["hung"]
-
 CONTINUE, DETACH, SEIZE, INTERRUPT = 7, 17, 0x4206, 0x4207
 WAIT_FOR_ANY_THREAD = 0x40000000
 WAITING = {

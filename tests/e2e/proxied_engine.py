@@ -15,8 +15,6 @@ from tests.e2e.harness import Engine, Host
 from kvferry.testing.fault_proxy import FaultProxy
 from kvferry.types import Address
 
-__all__ = ["BEHIND", "Channels"]
-
 INNER, OUTER = "127.0.0.1", "127.0.0.2"
 BEHIND = Host(variables={"KVFERRY_SIDE_CHANNEL_HOST": OUTER, "KVFERRY_SIDE_CHANNEL_BIND": INNER})
 """The host for an engine that will be put behind `Channels`."""

@@ -29,8 +29,6 @@ from tests.e2e.harness import (
 from kvferry.errors import KVFerryError
 from kvferry.protocol.tickets import PushTicket, PushTicketKey
 
-__all__ = ["EXPIRED", "Legs", "Shape", "assert_all_ended_well", "count_now"]
-
 EXPIRED = "kvferry:kv_expired_reqs_total"
 REGISTERED = "kvferry:num_registrations"
 POLICIES = ("fail", "recompute")

@@ -21,21 +21,6 @@ from kvferry.engine.runner import Runner
 from kvferry.errors import KVFerryError
 from kvferry.testing.local import LocalTransportKit
 
-__all__ = [
-    "DEADLINE_S",
-    "GREEDY",
-    "Ranks",
-    "Tables",
-    "by_token",
-    "greedy",
-    "one_rank",
-    "poison",
-    "prefill",
-    "runs_of",
-    "several_ranks",
-    "tables_of",
-]
-
 Tables = tuple[tuple[int, ...], ...]
 """The block ids of a sequence, per KV-cache group."""
 GREEDY = SamplingParams(temperature=0.0)

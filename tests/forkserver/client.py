@@ -25,8 +25,6 @@ from tests.forkserver.wire import receive_message, send_message
 
 from kvferry.cli.cluster.processes import ProcessHandle
 
-__all__ = ["ForkServer"]
-
 ROOT = Path(__file__).parents[2]
 START_S = 300.0
 """The first import of vLLM after its installation takes minutes on a busy machine."""

@@ -19,8 +19,6 @@ from typing import Any
 
 from tests.forkserver.wire import install_fds, receive_message, send_message, set_environment
 
-__all__ = ["prefork"]
-
 CALL = re.compile(r"spawn_main\((.*)\)$")
 Work = Callable[[], None]
 

@@ -10,8 +10,6 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["install_fds", "receive_message", "send_message", "set_environment"]
-
 MAX_BYTES = 1 << 20
 MAX_FILES = 250
 

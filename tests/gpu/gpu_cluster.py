@@ -9,8 +9,6 @@ from tests.e2e.harness import Cluster, Starting
 
 from kvferry.cli.cluster.processes import ProcessStarter, spawn_process
 
-__all__ = ["CONNECTORS", "DTYPES", "TRANSPORTS", "GpuCluster", "Shape"]
-
 TRANSPORTS = ("cuda_ipc", "nixl")
 CONNECTORS = {"pull": "NixlConnector", "push": "NixlPushConnector"}
 DTYPES = {"cuda_ipc": "bfloat16", "nixl": "float16"}

@@ -19,18 +19,6 @@ from kvferry.transports.torch_dist.settings import DistSettings
 from kvferry.transports.torch_dist.transport import DistTransport
 from kvferry.types import MemoryKind, Region
 
-__all__ = [
-    "DeviceBytes",
-    "bounce_nixl_side",
-    "cuda_ipc_side",
-    "gloo_side",
-    "nccl_side",
-    "nixl_side",
-    "over_device",
-    "roomy_bounce_nixl_side",
-    "vram_regions",
-]
-
 
 class DeviceBytes:
     """Device memory with the part of numpy's interface that the suite needs. Reading it copies the

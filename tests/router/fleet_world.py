@@ -17,20 +17,6 @@ from kvferry.router.fleet.health import HealthOptions
 from kvferry.router.fleet.instances import Instance, Outcome, Role
 from kvferry.types import Address
 
-__all__ = [
-    "Engine",
-    "World",
-    "answer",
-    "begin_trial",
-    "chosen",
-    "conversation_texts",
-    "fail",
-    "make_fleet",
-    "make_instance",
-    "refuse",
-    "state_of",
-]
-
 _REFUSED_AFTER_S = 0.001
 _PROBE_TAKES_S = 0.002
 

@@ -9,22 +9,6 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 from tests.router.stubs import AS_ADMIN
 
-__all__ = [
-    "ADMIN",
-    "DEADLINE_S",
-    "GENERATING",
-    "Fuzzed",
-    "Seen",
-    "any_request",
-    "bodies",
-    "check",
-    "framed",
-    "send",
-    "soups",
-    "values",
-    "wrong_chunks",
-]
-
 DEADLINE_S = 30.0
 """Time limit for one answer. A complete request must be answered."""
 NOTHING_S = 0.05

@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ProxyProcess", "ended", "proxy_process"]
-
 DEADLINE_S = 60.0
 
 

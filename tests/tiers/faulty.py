@@ -16,8 +16,6 @@ from kvferry.tiers.base import (
 )
 from kvferry.transports.base import RowBlocks, RowCopier
 
-__all__ = ["FaultyTier", "GatedCopier", "SlowCopier"]
-
 GATE_TIMEOUT_S = 30.0
 
 

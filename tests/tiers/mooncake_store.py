@@ -22,8 +22,6 @@ from kvferry.tiers.mooncake.agent_process import AgentProcess, MooncakePlace
 from kvferry.tiers.mooncake.tier import MooncakeTier
 from kvferry.types import Address
 
-__all__ = ["MooncakeMaster", "MooncakeStorage", "lender", "mooncake_master", "raw_call"]
-
 DEADLINE_S = 60.0
 LENT_BYTES = 64 * 2**20
 

@@ -26,11 +26,6 @@ from kvferry.transports.base import RowBlocks
 from kvferry.transports.copy.rows import CpuRowCopier
 from kvferry.types import Region
 
-__all__ = [
-    "NAMESPACE", "OPENED", "ROW_BYTES", "EngineProcess", "PoolEngine", "contents", "key",
-    "start_engine",
-]  # fmt: skip
-
 NAMESPACE = Namespace({"model": "tiny", "tp_rank": 0})
 ROW_BYTES = 50_000
 """Not a multiple of the page size."""

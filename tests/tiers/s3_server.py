@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 from kvferry.types import Address
 
-__all__ = ["ErrorServer", "SeenRequest", "request", "s3_server"]
-
 DEADLINE_S = 60.0
 SIGNED = (
     "AWS4-HMAC-SHA256 Credential=key/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, "

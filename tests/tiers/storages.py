@@ -16,8 +16,6 @@ from kvferry.tiers.keys import Namespace
 from kvferry.tiers.object_store import Bucket, ObjectTier
 from kvferry.types import Address
 
-__all__ = ["DiskStorage", "S3Storage", "ThrottledDisk", "mounted", "throttled_disk"]
-
 CGROUPS = Path("/sys/fs/cgroup/blkio")
 
 

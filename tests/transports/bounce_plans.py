@@ -17,8 +17,6 @@ from kvferry.testing.transport_pairs import (
 )
 from kvferry.transports.base import Completion, Segments
 
-__all__ = ["LARGE_BYTES", "check_read", "check_write", "mixed", "read_as_planned", "shuffled"]
-
 LARGE_BYTES = LARGE_BLOCKS * LARGE_BLOCK_BYTES
 
 

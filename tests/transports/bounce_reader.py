@@ -10,8 +10,6 @@ from tests.transports.sides import slow_bounce_side
 from kvferry.transports.base import TransportOffer
 from kvferry.types import EngineId, Epoch, PeerId, Region
 
-__all__ = ["read_for_ever"]
-
 PEER = PeerId(EngineId("far"), Epoch("1"), 0)
 
 

@@ -19,8 +19,6 @@ from kvferry.transports.nixl.bounce.owner import SlotServer, ToOwner
 from kvferry.transports.nixl.bounce.slots import BounceBuffer, CopyLimits, SlotTable
 from kvferry.types import EngineId, Epoch, PeerId, Region
 
-__all__ = ["RECLAIM_S", "Party", "World", "scattered"]
-
 Bytes = npt.NDArray[np.uint8]
 RECLAIM_S = 60.0
 PAGE = 4096

@@ -9,8 +9,6 @@ from tests.transports.sides import mooncake_side
 
 from kvferry.errors import MissingDependency
 
-__all__ = ["AGENT", "agents", "skip_without_mooncake"]
-
 AGENT = "kvferry.transports.mooncake.agent"
 
 

@@ -16,8 +16,6 @@ from kvferry.testing.transport_pairs import LARGE_BLOCK_BYTES, LARGE_BLOCKS, LAR
 from kvferry.transports.base import Segments, TransportOffer
 from kvferry.types import Region
 
-__all__ = ["WriterProcess", "start_writer"]
-
 
 @dataclass
 class WriterProcess:

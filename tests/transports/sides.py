@@ -18,22 +18,6 @@ from kvferry.transports.shm import SharedMemory, ShmTransport
 from kvferry.transports.tcp.transport import TcpTransport
 from kvferry.transports.torch_dist.transport import DistTransport
 
-__all__ = [
-    "bounce_nixl_side",
-    "corrupting_side",
-    "delaying_side",
-    "dist_side",
-    "failing_side",
-    "memory_side",
-    "mooncake_side",
-    "nixl_side",
-    "shm_side",
-    "shm_side_without_compiler",
-    "slow_bounce_side",
-    "tcp_side",
-    "write_grant_memory_side",
-]
-
 NETWORK = MemoryNetwork()
 
 

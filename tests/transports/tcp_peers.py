@@ -25,26 +25,6 @@ from kvferry.transports.tcp import wire
 from kvferry.transports.tcp.transport import TcpTransport
 from kvferry.types import EngineId, Epoch, PeerId, Region
 
-__all__ = [
-    "BLOCK",
-    "BLOCKS",
-    "DEADLINE_S",
-    "PEER",
-    "Liar",
-    "Memory",
-    "all_blocks",
-    "assert_still_serves",
-    "dial",
-    "introduce",
-    "memory",
-    "prove_to",
-    "receive",
-    "request",
-    "rest_of",
-    "take_request",
-    "wait",
-]
-
 PEER = PeerId(EngineId("far"), Epoch("1"), 0)
 DEADLINE_S = 20.0
 BLOCK = 4096

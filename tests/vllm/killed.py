@@ -6,8 +6,6 @@ from collections.abc import Sequence
 import aiohttp
 from tests.e2e.harness import Answer, Engine, Prompt, ask, ask_all, metrics, prefill, until
 
-__all__ = ["assert_right_or_error", "kill_p_while_d_reads", "kill_while_kv_moves"]
-
 FINISHED, FAILED = "kvferry:finished_loads_total", "kvferry:failed_loads_total"
 
 

@@ -5,8 +5,6 @@ status of each answer; None stands for any 4xx.
 import asyncio
 import json
 
-__all__ = ["MALFORMED", "assert_refused_without_echo"]
-
 MALFORMED = [
     (b"GE\xdfsecret / HTTP/1.1\r\nHost: x\r\n\r\n", 400),
     (b"secret\r\n\r\n", 400),

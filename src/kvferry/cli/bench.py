@@ -15,16 +15,6 @@ from kvferry.cli.extras import check_extra
 from kvferry.config.fields import nearest
 from kvferry.errors import ConfigError
 
-__all__ = [
-    "BENCHMARKS",
-    "DESCRIPTION",
-    "EXAMPLES",
-    "BenchmarkEntry",
-    "add_arguments",
-    "make_parser",
-    "run",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkEntry:

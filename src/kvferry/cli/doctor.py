@@ -71,27 +71,6 @@ from kvferry.transports.nixl.agent import CUDA_ENVIRONMENT, DEFAULT_ENVIRONMENT
 from kvferry.transports.nixl.bounce.settings import BounceSettings
 from kvferry.types import MemoryKind
 
-__all__ = [
-    "DESCRIPTION",
-    "EXAMPLES",
-    "ProbeOutput",
-    "add_arguments",
-    "can_share_memory",
-    "driver_gpus",
-    "examine",
-    "host_pool_findings",
-    "is_port_free",
-    "measure_gpu",
-    "parse_backend",
-    "probe_nixl",
-    "probe_torch",
-    "rdma_devices",
-    "run",
-    "run_probe",
-    "vllm_version",
-]
-
-
 # -- probes --
 
 

@@ -9,8 +9,6 @@ from importlib.util import find_spec
 
 from kvferry.errors import MissingDependency
 
-__all__ = ["EXTRAS", "check_extra", "missing_packages"]
-
 _ROUTER = (
     "httptools",
     "prometheus_client",

@@ -9,40 +9,6 @@ import msgspec
 
 from kvferry.vllm.release import TESTED, release
 
-__all__ = [
-    "Finding",
-    "GpuReport",
-    "GpuSpeeds",
-    "NixlReport",
-    "NotInstalled",
-    "ProbeFailed",
-    "Severity",
-    "TorchReport",
-    "bounce_advice_bytes",
-    "bounce_finding",
-    "compiled_finding",
-    "core_finding",
-    "descriptor_finding",
-    "enabled_transports",
-    "extras_finding",
-    "gpu_finding",
-    "gpu_memory_findings",
-    "gpu_speed_findings",
-    "gpu_speeds",
-    "machine_finding",
-    "nixl_findings",
-    "peer_access_finding",
-    "pool_findings",
-    "port_finding",
-    "python_finding",
-    "rdma_finding",
-    "torch_finding",
-    "transport_finding",
-    "ucx_settings_finding",
-    "vllm_finding",
-]
-
-
 # The first part of the names of UCX's RDMA transports (`rc_mlx5`, `dc_mlx5`, ...).
 RDMA_TRANSPORTS = ("rc", "dc", "ud", "srd", "gga")
 # An enabled row of UCX's transport table; UCX marks enabled transports with a plus sign.

@@ -29,8 +29,6 @@ from kvferry.config.fields import nearest
 from kvferry.errors import ConfigError, KVFerryError
 from kvferry.logs import show
 
-__all__ = ["COMMANDS", "CommandEntry", "main", "make_parser"]
-
 EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
 
 

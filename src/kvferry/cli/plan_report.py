@@ -23,8 +23,6 @@ from kvferry.sizing.transfer import (
     show_tokens,
 )
 
-__all__ = ["Plan", "plan_as_json", "plan_as_text"]
-
 
 @dataclass(frozen=True, slots=True)
 class Plan:

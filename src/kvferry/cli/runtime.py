@@ -14,17 +14,6 @@ from types import FrameType
 from kvferry.cli.arguments import Parser
 from kvferry.logs import FORMAT_VARIABLE, FORMATS, LEVEL_VARIABLE, LEVELS, LogSettings
 
-__all__ = [
-    "STOP_SIGNALS",
-    "StopRequest",
-    "add_log_arguments",
-    "log_settings",
-    "raise_file_limit",
-    "stop_requests",
-    "stop_signals",
-]
-
-
 # -- stop signals --
 # A signal either raises KeyboardInterrupt at once (`stop_signals`) or is recorded until the command
 # checks (`stop_requests`). An exception from a signal handler appears between any two instructions

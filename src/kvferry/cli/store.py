@@ -31,8 +31,6 @@ from kvferry.tiers.inventory.verify import OnDamage, Verification, verify
 from kvferry.tiers.pool_segment import default_folder
 from kvferry.transports.copy.rows import CpuRowCopier
 
-__all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
-
 DESCRIPTION = (
     "List, check and clear the KV that storage tiers hold. Engines may go on using them.\n\n"
     "  ls      the namespaces: model, dtype, weights, rank, objects, bytes, last use\n"

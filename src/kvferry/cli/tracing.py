@@ -8,8 +8,6 @@ from kvferry.cli.extras import check_extra
 from kvferry.config.tracing import TRACES_FLAG, is_http_protocol, traces_endpoint
 from kvferry.errors import ConfigError, MissingDependency
 
-__all__ = ["add_traces_argument", "find_traces_endpoint"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -6,13 +6,6 @@ from kvferry.config.fields import shown
 from kvferry.errors import ConfigError
 from kvferry.types import KVLayout
 
-__all__ = [
-    "fault_spec_from_environment",
-    "ignored_variables",
-    "kv_cache_layout_from_environment",
-]
-
-
 # A variable of vLLM that kvferry replaces by `kv_lease_duration`.
 OLD_TIMEOUT = "VLLM_NIXL_ABORT_REQUEST_TIMEOUT"
 LAYOUT_NAMES = ("KVFERRY_KV_CACHE_LAYOUT", "VLLM_KV_CACHE_LAYOUT")

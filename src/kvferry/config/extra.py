@@ -31,18 +31,6 @@ from kvferry.config.side_channel import checked_address, numeric_host
 from kvferry.errors import ConfigError
 from kvferry.types import Address
 
-__all__ = [
-    "KNOWN_TRANSPORTS",
-    "DecodeBenchExtraConfig",
-    "ExampleExtraConfig",
-    "ExtraConfig",
-    "FreeExtraConfig",
-    "MooncakeExtraConfig",
-    "NixlExtraConfig",
-    "extra_config_class",
-    "register_extra_config",
-]
-
 INTEROPS = ("vllm-0.32",)
 MOONCAKE_PROTOCOLS = ("tcp", "rdma")
 PUSH_WRITES = ("fenced", "always", "never")

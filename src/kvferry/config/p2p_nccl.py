@@ -23,8 +23,6 @@ from kvferry.config.fields import (
 from kvferry.errors import ConfigError
 from kvferry.types import Address
 
-__all__ = ["P2pNcclExtraConfig"]
-
 SEND_TYPES = ("PUT", "GET", "PUT_ASYNC")
 BACKENDS = ("gloo", "nccl")
 NUMBERS = (

@@ -15,13 +15,6 @@ from pathlib import Path
 from kvferry.config.fields import shown
 from kvferry.errors import ConfigError
 
-__all__ = [
-    "check_private_file",
-    "read_or_make_private_file",
-    "read_private_file",
-    "runtime_directory",
-]
-
 MAX_FILE_BYTES = 1024 * 1024
 
 

@@ -16,8 +16,6 @@ from kvferry.config.private_files import (
 from kvferry.config.side_channel import SideChannelConfig
 from kvferry.errors import ConfigError
 
-__all__ = ["MIN_SECRET_BYTES", "ClusterSecret"]
-
 MIN_SECRET_BYTES = 16
 MAX_SECRET_BYTES = 4096
 FILE_NAME = "secret"

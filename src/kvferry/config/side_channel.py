@@ -11,8 +11,6 @@ from kvferry.config.fields import HOST_NAME, Port, Text, check_fields, parsed, s
 from kvferry.errors import ConfigError
 from kvferry.types import Address
 
-__all__ = ["LOOPBACK", "SideChannelConfig", "is_loopback", "is_wildcard", "numeric_host"]
-
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 5600
 

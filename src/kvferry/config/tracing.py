@@ -8,8 +8,6 @@ from urllib.parse import urlsplit
 
 from kvferry.errors import ConfigError
 
-__all__ = ["TRACES_FLAG", "is_http_protocol", "traces_endpoint"]
-
 TRACES_FLAG = "--otlp-traces-endpoint"
 _VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 _TRACES_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"

@@ -38,8 +38,6 @@ from kvferry.config.p2p_nccl import P2pNcclExtraConfig
 from kvferry.errors import ConfigError
 from kvferry.types import FailurePolicy
 
-__all__ = ["BufferDevice", "KVRole", "KVTransferConfig", "MultiExtraConfig", "kind_of_setting"]
-
 OWN_PACKAGE = "kvferry"
 MAX_ENGINE_ID_CHARS = 256
 

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 
 from kvferry.connectors.contract import KVConnectorOutput
 
-__all__ = ["KVOutputAggregator"]
-
 MAX_PARTIAL = 100_000
 
 

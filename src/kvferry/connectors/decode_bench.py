@@ -23,8 +23,6 @@ from kvferry.connectors.contract import (
 )
 from kvferry.protocol.tickets import HOLE
 
-__all__ = ["DecodeBenchConnector"]
-
 FP8_BYTE = 16
 """What a cache of bytes is filled with: as fp8 of either kind, a small normal number."""
 

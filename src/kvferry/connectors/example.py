@@ -20,8 +20,6 @@ from kvferry.tiers.base import ObjectKey
 from kvferry.tiers.keys import KeyChain
 from kvferry.tiers.prefix_folders import PrefixFolders, find_longest, is_stored
 
-__all__ = ["ExampleConnector"]
-
 _log = logging.getLogger(__name__)
 
 

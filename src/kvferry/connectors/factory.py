@@ -17,8 +17,6 @@ from kvferry.connectors.contract import (
 )
 from kvferry.errors import ConfigError
 
-__all__ = ["ONLY_IN_VLLM", "KVConnectorFactory"]
-
 
 @dataclass(frozen=True, slots=True)
 class _RegisteredConnector:

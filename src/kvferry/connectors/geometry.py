@@ -19,8 +19,6 @@ from kvferry.protocol.layout import Geometry, dense_axes, heads_of
 from kvferry.protocol.messages import Factor
 from kvferry.types import Axis, AxisKind, KVLayout, MemoryKind, Region
 
-__all__ = ["compatibility_factors", "geometry_of", "host_buffer_bytes", "host_buffer_regions"]
-
 
 def geometry_of(
     config: ConnectorConfig, cache: KVCacheConfig, kv_caches: Mapping[str, KVTensor]

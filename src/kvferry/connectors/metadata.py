@@ -14,8 +14,6 @@ from kvferry.connectors.contract import (
 from kvferry.protocol.messages import Factor
 from kvferry.worker.commands import WorkerCommand
 
-__all__ = ["NixlConnectorMetadata", "NixlHandshakeMetadata", "NixlWorkerMetadata"]
-
 
 @dataclass(frozen=True, slots=True)
 class NixlConnectorMetadata(KVConnectorMetadata):

@@ -28,8 +28,6 @@ from kvferry.connectors.two_halves import TwoHalvesConnector
 from kvferry.connectors.worker import NixlConnectorWorker
 from kvferry.protocol.tickets import TicketKey
 
-__all__ = ["MooncakeConnector", "NixlConnector", "NixlPushConnector", "P2pNcclConnector"]
-
 
 class NixlConnector(TwoHalvesConnector[NixlConnectorScheduler, NixlConnectorWorker]):
     """The pull connector: the decode side reads the blocks of a finished prefill leg."""

@@ -14,19 +14,6 @@ from kvferry.protocol.leases import MAX_TURN_ID_CHARS
 from kvferry.protocol.tickets import MAX_TICKET_NAME_CHARS, MAX_TP_SIZE
 from kvferry.types import Address
 
-__all__ = [
-    "BadParams",
-    "LoadFromPeer",
-    "NoTransfer",
-    "PrefillForPeer",
-    "TransferRole",
-    "TurnRetention",
-    "UnsignedPeer",
-    "first_token_params",
-    "read_leg_id",
-    "read_params",
-]
-
 MAX_LEG_ID_CHARS = 64
 
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from kvferry.connectors.contract import KVCacheGroup
 
-__all__ = ["usable_prefix"]
-
 
 def usable_prefix(
     groups: Sequence[KVCacheGroup],

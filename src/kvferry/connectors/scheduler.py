@@ -92,9 +92,6 @@ from kvferry.worker.commands import (
 from kvferry.worker.side_channel import EndedTurn, SideChannel
 from kvferry.worker.stock_side_channel import StockSideChannel
 
-__all__ = ["NixlConnectorScheduler"]
-
-
 _WEIGHTS_CHANGED = (
     "this engine's weights may have changed since the request arrived; send the request again"
 )

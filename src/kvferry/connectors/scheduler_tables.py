@@ -9,9 +9,6 @@ from dataclasses import dataclass, field
 
 from kvferry.types import RequestId
 
-__all__ = ["HeldBlocks", "LoadOffer", "LoadTable", "RetainedTurns", "SharedTicketKey"]
-
-
 # -- loads --
 
 # Bounds the memory of `LoadTable`. A request whose ticket was forgotten reads the ticket again.

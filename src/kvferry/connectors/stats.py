@@ -9,20 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = [
-    "COUNTERS",
-    "HISTOGRAMS",
-    "LEVELS",
-    "NIXL_COUNTERS",
-    "SIDE_CHANNEL_HELP",
-    "SIDE_CHANNEL_METRIC",
-    "KVConnectorPromMetrics",
-    "KVConnectorStats",
-    "TransferStats",
-    "add_up",
-    "merge_stats",
-]
-
 COUNTERS: Mapping[str, str] = {
     "transfers": "Transfers that succeeded.",
     "failed_transfers": "Transfers that a transport could not finish or that were cancelled.",

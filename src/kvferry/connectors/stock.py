@@ -27,8 +27,6 @@ from kvferry.worker.commands import PrepareStockLoad
 from kvferry.worker.stock import NotifyingTransport, StockDialect, StockQuestions, StockSettings
 from kvferry.worker.stock_side_channel import StockListening
 
-__all__ = ["StockInterop", "StockKit", "StockPullMode", "check_interop", "make_stock_part"]
-
 
 class StockTransport(NotifyingTransport, Protocol):
     """A NIXL transport that is not registered yet."""

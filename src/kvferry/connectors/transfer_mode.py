@@ -20,18 +20,6 @@ from kvferry.protocol.tickets import HOLE, Ticket, TicketKey, runs_from_blocks
 from kvferry.types import Address, RequestId
 from kvferry.worker.commands import GrantLease, WorkerCommand
 
-__all__ = [
-    "LeaseGrant",
-    "LoadByTicket",
-    "LoadDecision",
-    "LoadPlan",
-    "LoadRefusal",
-    "PullMode",
-    "TicketIssuer",
-    "TransferMode",
-]
-
-
 # -- contract --
 
 

@@ -19,8 +19,6 @@ from kvferry.connectors.contract import (
 from kvferry.connectors.stats import KVConnectorStats
 from kvferry.errors import LocalProtocolError
 
-__all__ = ["SchedulerHalf", "TwoHalvesConnector", "WorkerHalf"]
-
 
 class SchedulerHalf(Protocol):
     """The half in the process that schedules. The methods mean what the contract's methods of the

@@ -66,9 +66,6 @@ from kvferry.types import EngineId, Epoch, LeaseEnd, MemoryKind, RequestId
 from kvferry.worker.thread import TransferWorkerThread
 from kvferry.worker.worker import TransferWorker, TransferWorkerSettings, TransferWorkerSnapshot
 
-__all__ = ["NixlConnectorWorker", "ReceiveTotals", "transfer_worker_settings"]
-
-
 _log = logging.getLogger(__name__)
 
 

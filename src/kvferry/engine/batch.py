@@ -19,8 +19,6 @@ from kvferry.engine.limits import SchedulerLimits, banned_token_ids
 from kvferry.engine.messages import SequenceSlice
 from kvferry.engine.sequence import Counters, KVSource, Match, Sequence, SequenceQueues
 
-__all__ = ["Batcher", "StepBatch"]
-
 
 @dataclass(slots=True)
 class StepBatch:

@@ -47,8 +47,6 @@ from kvferry.web.transfer_records import TransferRecord
 if TYPE_CHECKING:
     from kvferry.config import SideChannelConfig
 
-__all__ = ["CoreLink", "EngineClient", "OutputStream"]
-
 
 class OutputStream:
     """The outputs of one request, in order, up to and including the output with a finish reason.

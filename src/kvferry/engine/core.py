@@ -70,9 +70,6 @@ from kvferry.types import FailurePolicy
 if TYPE_CHECKING:
     from kvferry.engine.tracing import EngineTracer
 
-__all__ = ["EngineCore", "Executor", "limits_of", "run_core"]
-
-
 _FAILED_RANK_TIMEOUT_S = 2.0
 """How long to look for a dead rank when rank 0 fails.
 

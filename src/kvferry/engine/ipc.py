@@ -11,9 +11,6 @@ import struct
 
 from kvferry.errors import TransportError
 
-__all__ = ["MAX_FRAME_BYTES", "FrameAssembler", "FrameSocket", "Wakeup", "pack_frame"]
-
-
 MAX_FRAME_BYTES = 512 * 1024 * 1024
 """The largest frame, far above any real batch; a larger length prefix means a corrupt stream."""
 

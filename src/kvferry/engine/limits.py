@@ -17,18 +17,6 @@ from kvferry.engine.messages import AddRequest
 from kvferry.engine.sequence import Sequence
 from kvferry.types import FailurePolicy
 
-__all__ = [
-    "FINISH_REASONS",
-    "SchedulerLimits",
-    "Stop",
-    "banned_token_ids",
-    "choose_draw_seed",
-    "find_length_error",
-    "find_stop",
-    "find_validation_error",
-    "shorten_prefill_leg",
-]
-
 
 @dataclass(
     frozen=True

@@ -20,31 +20,6 @@ from kvferry.engine.model.config import SamplingDefaults
 from kvferry.tracing.context import TraceContext
 from kvferry.web.transfer_records import TransferRecord
 
-__all__ = [
-    "AbortRequest",
-    "AddRequest",
-    "CoreFailed",
-    "CoreProgress",
-    "CoreReady",
-    "CoreStatus",
-    "Drain",
-    "FromCore",
-    "GetStatus",
-    "GetTransferRecords",
-    "Outputs",
-    "Remaining",
-    "RequestOutput",
-    "SampledToken",
-    "SamplingParams",
-    "SequenceSlice",
-    "Shutdown",
-    "StepPlan",
-    "StepResult",
-    "ToCore",
-    "TransferRecordsReply",
-    "TransferSummary",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:

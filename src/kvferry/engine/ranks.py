@@ -31,8 +31,6 @@ from kvferry.engine.options import EngineSetup
 from kvferry.errors import ConfigError, KVFerryError, TransportError
 from kvferry.logs import configure_logs
 
-__all__ = ["RankFailed", "RankProcess", "RankReady", "RankStop", "RankWakeup", "run_rank"]
-
 _log = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1

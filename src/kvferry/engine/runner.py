@@ -36,9 +36,6 @@ from kvferry.protocol.handshake import named_factors
 from kvferry.transports.base import CacheMemory, TransportKit
 from kvferry.weight_files import file_states
 
-__all__ = ["LayerHooks", "Runner", "Worker", "connector_config", "model_identity"]
-
-
 COSMETIC_KEYS = ("_name_or_path", "transformers_version")
 """Keys of config.json that name the origin of the file and do not affect the computation."""
 

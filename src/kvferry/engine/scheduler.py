@@ -49,8 +49,6 @@ from kvferry.engine.sequence import Counters, Hold, KVSource, Sequence, Sequence
 from kvferry.errors import LocalProtocolError
 from kvferry.types import FailurePolicy
 
-__all__ = ["Scheduler"]
-
 _BAD_REQUEST, _BAD_GATEWAY = 400, 502
 
 

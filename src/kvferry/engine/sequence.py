@@ -16,8 +16,6 @@ from kvferry.connectors.contract import RequestStatus
 from kvferry.engine.cache.blocks import GroupTable, hash_block, hash_root
 from kvferry.engine.messages import AddRequest, SamplingParams
 
-__all__ = ["Counters", "Hold", "KVSource", "Match", "Sequence", "SequenceQueues"]
-
 
 class Hold(Flag):
     """The transfers that still use the blocks of a sequence."""

@@ -15,8 +15,6 @@ from kvferry.tracing.spans import Attributes, Span, SpanKind
 from kvferry.tracing.transfers import REQUEST_ID, TransferTracer
 from kvferry.web.transfer_records import TransferRecord
 
-__all__ = ["REQUEST_SPAN", "EngineTracer"]
-
 REQUEST_SPAN = "llm_request"
 
 

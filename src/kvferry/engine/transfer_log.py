@@ -18,9 +18,6 @@ from kvferry.engine.messages import AddRequest, RequestOutput, SequenceSlice, Tr
 from kvferry.events import TransferTimes
 from kvferry.web.transfer_records import TransferRecord, make_transfer_record
 
-__all__ = ["ConnectorTotals", "TransferLog"]
-
-
 MAX_RECORDS = 256
 MAX_REPORTED = 64
 _MAX_FAILURE_CHARS = 400

@@ -16,8 +16,6 @@ from tests.chaos.load import Question, exchange
 from tests.chaos.router.verdict import FAULTS, Happened, Verdict, decide
 from tests.e2e.harness import Cluster, Engine, Prompt, ask, new_session
 
-__all__ = ["Clients", "Conversation", "make_conversations", "make_questions"]
-
 LEAVING = 0.1
 STREAMED = 0.7
 LONGEST_STAY_S = 1.5

@@ -19,8 +19,6 @@ from tests.e2e.harness import Cluster, Engine, Starting, is_alive, new_session, 
 
 from kvferry.cli.cluster.vllm_servers import free_ports
 
-__all__ = ["Member", "RouterChaosCluster"]
-
 REUSE: dict[str, Any] = {
     "bidirectional_kv_xfer": True,
     "kv_recompute_threshold": 0,

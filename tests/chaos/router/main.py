@@ -17,8 +17,6 @@ from tests.chaos.router.run import Settings, run
 
 from kvferry.engine.make_model.writer import make_model
 
-__all__ = ["main"]
-
 
 def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos router", description=__doc__)

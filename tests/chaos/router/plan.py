@@ -7,8 +7,6 @@ from enum import StrEnum
 
 from tests.chaos.plan import LEASE_S
 
-__all__ = ["FaultKind", "PlannedFault", "make_plan"]
-
 MEAN_PAUSE_BETWEEN_S = 2.5
 QUIET_END_S = 5.0
 

@@ -21,8 +21,6 @@ from tests.e2e.hung_engine import hung
 
 from kvferry.errors import KVFerryError
 
-__all__ = ["Report", "Settings", "run"]
-
 PROBES = 6
 """Requests sent together right after a kill. With three instances per role, some would have gone to
 the dead one.

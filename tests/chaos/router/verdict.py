@@ -15,8 +15,6 @@ from enum import StrEnum
 
 from tests.chaos.judge import Attempt, Outcome, judge
 
-__all__ = ["FAULTS", "Happened", "Verdict", "decide"]
-
 SLACK_S = 2.0
 """Time from a kill until the client sees the broken connection, on a busy machine."""
 

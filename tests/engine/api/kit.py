@@ -18,8 +18,6 @@ from kvferry.transports.base import (
 )
 from kvferry.types import Region
 
-__all__ = ["PrivateMemoryKit"]
-
 
 class PrivateMemory:
     def __init__(self, size_bytes: int) -> None:

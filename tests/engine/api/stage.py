@@ -29,19 +29,6 @@ from kvferry.engine.options import EngineOptions
 from kvferry.errors import KVFerryError, RemoteProtocolError
 from kvferry.web.transfer_records import TransferRecord
 
-__all__ = [
-    "DEADLINE_S",
-    "MODEL_LEN",
-    "VOCAB",
-    "ScriptedEngine",
-    "Stage",
-    "events_of",
-    "outputs_of",
-    "serving",
-    "stage",
-    "until",
-]
-
 DEADLINE_S = 20.0
 MODEL_LEN = 200
 VOCAB = 512

@@ -15,8 +15,6 @@ from tests.vllm.fleet import BY_MODULE_PATH, Fleet
 
 from kvferry.cli.cluster.processes import ProcessStarter, spawn_process
 
-__all__ = ["CONNECTORS", "HALF", "PRECISE", "VARIABLES", "GpuFleet", "on_gpu"]
-
 on_gpu = [
     pytest.mark.gpu,
     pytest.mark.slow,

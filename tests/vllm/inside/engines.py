@@ -65,18 +65,6 @@ from kvferry.vllm.connector import KVFerryConnector
 from kvferry.vllm.multi import MultiConnector
 from kvferry.worker.worker import TransferWorkerSnapshot
 
-__all__ = [
-    "BLOCK",
-    "Answer",
-    "Engine",
-    "cache_config",
-    "layer_specs",
-    "next_token",
-    "run_until",
-    "start_parallel_state",
-    "vllm_config",
-]
-
 BLOCK = 32
 DEADLINE_S = 30.0
 QUEUES = (

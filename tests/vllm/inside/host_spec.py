@@ -11,8 +11,6 @@ import torch
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
-__all__ = ["HostSpec"]
-
 
 class HostWorker(OffloadingWorker):  # type: ignore[misc]
     """Copies at once; one chunk is one block."""

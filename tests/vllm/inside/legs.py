@@ -13,8 +13,6 @@ from tests.vllm.inside.engines import Engine, run_until
 from kvferry.config import ClusterSecret
 from kvferry.protocol.tickets import PushTicket, PushTicketKey
 
-__all__ = ["PUSH", "Legs", "push_ticket"]
-
 PUSH: dict[str, Any] = {"kv_connector": "NixlPushConnector"}
 
 

@@ -14,8 +14,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-__all__ = ["STORES", "BlockReportingStore", "ForeignStore", "Store", "StoreConnector"]
-
 
 @dataclass
 class Store:

@@ -14,17 +14,6 @@ from kvferry.config.side_channel import LOOPBACK, is_wildcard
 from kvferry.errors import ConfigError
 from kvferry.types import Address
 
-__all__ = [
-    "ANNOUNCE_FD_VARIABLE",
-    "announce_address",
-    "check_listenable",
-    "completion_path",
-    "curl_command",
-    "dialable",
-    "parse_announcement",
-]
-
-
 # Errors of an address that does not exist on this machine.
 ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 

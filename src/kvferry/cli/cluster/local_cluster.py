@@ -22,16 +22,6 @@ if TYPE_CHECKING:
     # The view needs the package rich; the command line of `kvferry up` is read without it.
     from kvferry.cli.cluster.startup_view import StartupView
 
-__all__ = [
-    "CONNECTORS",
-    "Launch",
-    "LocalCluster",
-    "LocalLaunch",
-    "UpOptions",
-    "child_environment",
-]
-
-
 LOOPBACK = "127.0.0.1"
 CONNECTORS = {"pull": "NixlConnector", "push": "NixlPushConnector"}
 """The connector of each `--mode`."""

@@ -23,8 +23,6 @@ from kvferry.cli.cluster.addresses import ANNOUNCE_FD_VARIABLE, parse_announceme
 from kvferry.errors import KVFerryError
 from kvferry.types import Address
 
-__all__ = ["ChildProcess", "ProcessGroup", "ProcessHandle", "ProcessStarter", "spawn_process"]
-
 _LOG_LINES = 2000
 _LINE_BYTES = 4096
 _REAP_S = 20.0

@@ -13,8 +13,6 @@ import sys
 import time
 from pathlib import Path
 
-__all__ = ["main", "members_of_group"]
-
 _KILL_S = 5.0
 _POLL_INTERVAL_S = 0.02
 

@@ -11,8 +11,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-__all__ = ["StartupView"]
-
 
 class StartupView:
     """Shows steps by name; use as a context manager, which ends the display.

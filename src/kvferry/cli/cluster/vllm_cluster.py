@@ -13,8 +13,6 @@ from kvferry.types import Address
 if TYPE_CHECKING:
     from kvferry.cli.cluster.startup_view import StartupView
 
-__all__ = ["VllmCluster"]
-
 _ALL_LINES = 200
 _TAIL_LINES = 40
 

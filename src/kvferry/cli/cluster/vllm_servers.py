@@ -22,21 +22,6 @@ from kvferry.errors import ConfigError, KVFerryError
 from kvferry.host_memory import available_bytes
 from kvferry.types import Address
 
-__all__ = [
-    "LOOPBACK",
-    "Machine",
-    "VllmFleet",
-    "VllmProcess",
-    "explain",
-    "free_ports",
-    "place_servers",
-    "probe_vllm",
-    "server_command",
-    "server_variables",
-    "stage",
-    "with_socket_directory",
-]
-
 LOOPBACK = "127.0.0.1"
 NON_EPHEMERAL_PORTS = range(20_000, 32_768)
 """Ports below the range from which Linux assigns ports to outgoing connections.

@@ -38,8 +38,6 @@ from kvferry.connectors.multi.worker import MultiWorker
 from kvferry.connectors.stats import KVConnectorStats
 from kvferry.errors import ConfigError, LocalProtocolError
 
-__all__ = ["MultiConnector", "child_configs", "common_finished_count"]
-
 
 def child_configs(config: ConnectorConfig) -> list[ConnectorConfig]:
     """One configuration per child."""

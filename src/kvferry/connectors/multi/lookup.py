@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-__all__ = ["ChildTraits", "LoadPlan", "PendingLookups", "TokenRange", "find_plan"]
-
 Ask = Callable[[int, int], tuple[int | None, bool]]
 """Asks the child with this index how many tokens it can load beyond the given number of computed
 tokens, and whether it loads between steps.

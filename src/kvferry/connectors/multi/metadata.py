@@ -12,8 +12,6 @@ from kvferry.connectors.contract import (
     KVConnectorWorkerMetadata,
 )
 
-__all__ = ["MultiHandshakeMetadata", "MultiMetadata", "MultiWorkerMetadata"]
-
 
 @dataclass(frozen=True, slots=True)
 class MultiMetadata(KVConnectorMetadata):

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 
 from kvferry.connectors.multi.lookup import LoadPlan, TokenRange
 
-__all__ = ["FinishedTransfers", "RequestState", "RequestTable"]
-
 
 @dataclass(slots=True)
 class RequestState:

@@ -9,8 +9,6 @@ block is freed or used while a child may still write into it or read it.
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["FinishedLoad", "RankTransfers"]
-
 
 @dataclass(frozen=True, slots=True)
 class FinishedLoad:

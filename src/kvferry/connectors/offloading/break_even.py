@@ -8,8 +8,6 @@ from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["BreakEven"]
-
 MIN_STEP_TOKENS = 64
 """Steps with fewer tokens say more about a step's fixed cost than about computing prompts."""
 MIN_SAMPLES = 3

@@ -18,8 +18,6 @@ from kvferry.connectors.stats import KVConnectorStats
 from kvferry.connectors.two_halves import TwoHalvesConnector
 from kvferry.errors import ConfigError
 
-__all__ = ["OffloadingConnector"]
-
 
 class OffloadingConnector(TwoHalvesConnector[OffloadingScheduler, OffloadingWorker]):
     """Stores the KV of prompts in tiers, and loads it for prompts with the same prefix."""

@@ -18,15 +18,6 @@ from kvferry.connectors.contract import Request
 from kvferry.tiers.base import ObjectKey
 from kvferry.tiers.commands import ContentsChanged
 
-__all__ = [
-    "BlocksRemoved",
-    "BlocksStored",
-    "DescribeBlocks",
-    "HashedBlocks",
-    "KVEvent",
-    "KVEventLog",
-]
-
 MAX_UNHELD = 65_536
 """How many chunks that no tier holds keep their descriptions: those of stores in progress must."""
 

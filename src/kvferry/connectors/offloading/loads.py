@@ -16,8 +16,6 @@ from kvferry.tiers.base import ObjectKey
 from kvferry.tiers.commands import POOL, CancelLoad, LoadChunks, OffloadCommand
 from kvferry.tiers.trouble_log import log_trouble
 
-__all__ = ["RequestLoads"]
-
 
 class RequestLoads:
     """The loads of all requests. Without `break_even`, everything that is found is loaded."""

@@ -23,8 +23,6 @@ from kvferry.tiers.commands import POOL
 from kvferry.tiers.pool_reader import PoolReader
 from kvferry.tiers.threads import TaskThreads
 
-__all__ = ["Hit", "Pending", "TierLookup"]
-
 NUM_THREADS = 4
 CLOSE_TIMEOUT_S = 1.0
 

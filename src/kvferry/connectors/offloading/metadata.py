@@ -15,19 +15,6 @@ from kvferry.connectors.stats import KVConnectorStats, add_up
 from kvferry.tiers.base import ObjectKey, TierUsage
 from kvferry.tiers.commands import ContentsChanged, OffloadCommand, TierCounts
 
-__all__ = [
-    "LOOKUP_COUNTERS",
-    "TIER_COUNTERS",
-    "TIER_LEVELS",
-    "FailedLoad",
-    "LoadTime",
-    "OffloadStats",
-    "OffloadingHandshakeMetadata",
-    "OffloadingMetadata",
-    "OffloadingWorkerMetadata",
-]
-
-
 # -- messages --
 
 

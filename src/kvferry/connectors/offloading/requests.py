@@ -11,8 +11,6 @@ from kvferry.tiers.base import ObjectKey, ObjectKeys
 from kvferry.tiers.commands import ChunkTable
 from kvferry.tiers.keys import KeyChain
 
-__all__ = ["BlockTables", "ChunkTiers", "LoadState", "StoreState", "TrackedRequest"]
-
 BlockTables = Sequence[Sequence[int]]
 """The block ids of a request by KV-cache group."""
 ChunkTiers = Callable[[int, int], tuple[str, ...]]

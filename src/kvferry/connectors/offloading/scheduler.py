@@ -34,8 +34,6 @@ from kvferry.errors import LocalProtocolError
 from kvferry.tiers.commands import DropAll, OffloadCommand, VoidStores
 from kvferry.tiers.keys import KeyChain, Namespace
 
-__all__ = ["OffloadingScheduler"]
-
 
 class OffloadingScheduler:
     """The state and decisions of the connector in the process that schedules."""

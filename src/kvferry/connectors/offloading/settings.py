@@ -24,13 +24,6 @@ from kvferry.tiers.policies import POLICIES
 from kvferry.tiers.pool_reader import PoolReader
 from kvferry.tiers.pool_segment import default_folder
 
-__all__ = [
-    "chunk_namespace",
-    "open_lookup",
-    "open_pool",
-    "open_tiers",
-]
-
 STAGING_BYTES = 256 * 1024 * 1024
 """The most host memory of a rank without a tier `cpu`, for chunks on their way to slower tiers."""
 MIN_STAGING_ROWS = 16

@@ -17,8 +17,6 @@ from kvferry.protocol.tickets import HOLE
 from kvferry.tiers.base import ObjectKey
 from kvferry.tiers.commands import EndStores, OffloadCommand, StoreChunks, VoidStores
 
-__all__ = ["RequestStores", "SeenChunks"]
-
 
 @dataclass(slots=True)
 class SeenChunks:

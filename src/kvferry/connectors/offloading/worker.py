@@ -31,8 +31,6 @@ from kvferry.tiers.jobs.jobs import OffloadJobs
 from kvferry.tiers.worker import OffloadWorker
 from kvferry.transports.base import EngineStream, HostStream
 
-__all__ = ["OffloadingWorker"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -14,9 +14,6 @@ from kvferry.engine.messages import AddRequest, CoreReady, SamplingParams
 from kvferry.errors import RequestRefused
 from kvferry.tracing.context import TraceContext
 
-__all__ = ["MAX_SEQUENCES", "IgnoredTransfers", "RequestAdmission", "check_token_ids"]
-
-
 MAX_SEQUENCES = 1024
 """The limit on prompts times `n` in one HTTP request."""
 

@@ -12,8 +12,6 @@ from typing import Any
 from kvferry.engine.api.tokenizer import Detokeniser
 from kvferry.engine.messages import RequestOutput, SampledToken
 
-__all__ = ["Delta", "StopMatcher", "StopScan", "TextAssembler"]
-
 
 @dataclass(frozen=True, slots=True)
 class StopScan:

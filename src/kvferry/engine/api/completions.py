@@ -28,9 +28,6 @@ from kvferry.engine.api.tokenizer import SpecialTokens
 from kvferry.engine.messages import SampledToken
 from kvferry.errors import RequestRefused
 
-__all__ = ["ChatFormatter", "CompletionFormatter", "handle_chat", "handle_completion"]
-
-
 # The default of the OpenAI API for completions; chat has no default limit.
 _DEFAULT_MAX_TOKENS = 16
 

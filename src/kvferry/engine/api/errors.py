@@ -10,8 +10,6 @@ from aiohttp import http_exceptions, web
 from kvferry.errors import RequestRefused
 from kvferry.web.errors import error_body
 
-__all__ = ["JsonErrorRunner", "error_response"]
-
 
 def error_response(
     refusal: RequestRefused, headers: Mapping[str, str] | None = None

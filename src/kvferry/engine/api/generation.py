@@ -35,9 +35,6 @@ from kvferry.errors import RemoteProtocolError, RequestRefused
 from kvferry.tracing.context import read_trace_context
 from kvferry.web.errors import error_body
 
-__all__ = ["EventStream", "Generation", "GenerationResponder", "Submission"]
-
-
 # -- event stream --
 # Server-sent events to one client. Headers are sent with the first event, so a failure before the
 # first event can still be answered with an HTTP status. A client that does not read delays only its

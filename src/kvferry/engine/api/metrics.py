@@ -34,8 +34,6 @@ from kvferry.connectors.stats import (
 from kvferry.engine.api.assembly import Delta
 from kvferry.engine.messages import CoreStatus
 
-__all__ = ["ApiMetrics", "MetricSource", "RequestTimer", "engine_families", "transfer_families"]
-
 
 def transfer_families(status: CoreStatus, model_name: str) -> Iterator[Metric]:
     """Yield the connector's counters, gauges and histograms; nothing for an engine without a

@@ -15,20 +15,6 @@ from kvferry.engine.api.assembly import Delta
 from kvferry.engine.api.tokenizer import ModelTokenizer
 from kvferry.engine.messages import SampledToken
 
-__all__ = [
-    "ChatLogprobs",
-    "CollectedChoice",
-    "CompletionLogprobs",
-    "ResponseBody",
-    "ResponseFormatter",
-    "TokenNames",
-    "Usage",
-    "UsageCounter",
-    "chat_logprobs",
-    "completion_logprobs",
-]
-
-
 # -- logprobs --
 # Log probabilities in the two forms of the OpenAI API: columns for completions, one record per
 # token for chat.

@@ -12,19 +12,6 @@ from msgspec import Meta
 
 from kvferry.errors import RequestRefused
 
-__all__ = [
-    "ChatMessage",
-    "ChatRequest",
-    "CompletionRequest",
-    "DetokenizeRequest",
-    "GenerationRequest",
-    "StreamOptions",
-    "TokenizeRequest",
-    "decode_body",
-    "has_more_values",
-    "max_values",
-]
-
 _INT64_MAX = 2**63 - 1
 _MAX_NESTING = 32
 """The nesting limit of kv_transfer_params and chat values.

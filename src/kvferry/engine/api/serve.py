@@ -26,20 +26,6 @@ from kvferry.errors import ConfigError, KVFerryError
 from kvferry.logs import show
 from kvferry.types import Address
 
-__all__ = [
-    "StopSignals",
-    "StoppedBySignal",
-    "address_of",
-    "announce",
-    "fast_loop_factory",
-    "make_runner",
-    "open_listeners",
-    "run_on_fast_loop",
-    "serve",
-    "stop_signals",
-]
-
-
 # -- stop signals --
 # SIGINT and SIGTERM as events of the running loop, from before the engine core is started until the
 # last request has been answered.

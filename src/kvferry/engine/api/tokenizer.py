@@ -17,9 +17,6 @@ from tokenizers import Tokenizer, decoders
 
 from kvferry.errors import ConfigError
 
-__all__ = ["ByteDetokeniser", "Detokeniser", "ModelTokenizer", "SpecialTokens", "WindowDetokeniser"]
-
-
 _MAX_UNFINISHED_TOKENS = 4
 """The limit on tokens held back as an unfinished character.
 

@@ -28,9 +28,6 @@ from kvferry.engine.model.config import (
 from kvferry.errors import ConfigError
 from kvferry.weight_files import digest_files
 
-__all__ = ["Checkpoint", "StoredTensor", "check_shapes", "open_checkpoint"]
-
-
 ELEMENT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 MAX_HEADER_BYTES = 100_000_000
 
