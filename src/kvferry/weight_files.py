@@ -81,6 +81,18 @@ def file_states(paths: Sequence[Path]) -> tuple[tuple[int, ...], ...]:
     return tuple(states)
 
 
+def files_changed_since(paths: Sequence[Path], time_ns: int) -> list[Path]:
+    """The files, or links to them, that were written or replaced after this time of the clock.
+    Files whose name in the hub's cache states their contents do not count.
+    """
+    return [
+        path
+        for path in paths
+        if _hub_digest(path) is None
+        and max(path.stat().st_ctime_ns, path.lstat().st_ctime_ns) > time_ns
+    ]
+
+
 def _cache_folder(environ: Mapping[str, str]) -> Path | None:
     """Where results are kept; None if there is no such folder."""
     base = environ.get("XDG_CACHE_HOME", "")

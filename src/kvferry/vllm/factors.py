@@ -8,13 +8,18 @@ docs/decisions/045-what-changes-kv.md goes through all options of vLLM and says 
 Reads the configuration, the weight files and the files of a multimodal processor.
 """
 
+import hashlib
 import json
+import logging
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import psutil
 from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 
 import vllm
@@ -22,13 +27,10 @@ from kvferry.connectors.contract import ModelIdentity
 from kvferry.protocol.handshake import named_factors
 from kvferry.protocol.messages import Factor
 from kvferry.vllm.loaded_weights import LoadedWeights
-from kvferry.vllm.release import release
+from kvferry.vllm.release import cache_release
 from kvferry.vllm.weights import find_model, weight_files
-from kvferry.weight_files import digest_files
+from kvferry.weight_files import digest_files, files_changed_since
 from vllm import envs
-
-__all__ = ["COMPARED_OPTIONS", "COMPARED_VARIABLES", "model_identity"]
-
 
 COMPARED_OPTIONS: Mapping[str, tuple[str, ...]] = {
     "model_config": (
@@ -110,11 +112,16 @@ IRRELEVANT_KEYS = (
     "use_cache",
 )
 """Keys of a model's configuration that do not change KV."""
+KNOWN_CODE = sys.stdlib_module_names | {"torch", "typing_extensions", "vllm"}
+"""Packages whose code is known by vLLM's release, or says nothing about KV."""
 PROCESSOR_FILES = (
     "preprocessor_config.json",
     "processor_config.json",
     "video_preprocessor_config.json",
 )
+
+
+_log = logging.getLogger(__name__)
 
 
 def model_identity(
@@ -134,8 +141,8 @@ def model_identity(
         total_kv_heads=1 if model.use_mla else model.get_total_num_kv_heads(),
         head_dim=model.get_head_size(),
         dtype=_dtype_name(model.dtype),
-        cache_format=f"vllm {release(vllm.__version__)} {attention_backends}",
-        settings=_settings(vllm_config) if is_worker else {},
+        cache_format=f"vllm {cache_release(vllm.__version__)} {attention_backends}",
+        settings=_settings(vllm_config) | _code_factors(loaded.model) if is_worker else {},
     )
 
 
@@ -145,6 +152,16 @@ def _weights(vllm_config: Any, loaded: LoadedWeights) -> str:
     them as a stream.
     """
     files = [] if loaded.is_comparable else weight_files(vllm_config, loaded.model)
+    if loaded.model is not None and files:
+        since_ns = int(psutil.Process().create_time() * 1e9)
+        for path in files_changed_since(files, since_ns):
+            _log.warning(
+                "%s has changed since vLLM started, perhaps after vLLM read it, so the weights in "
+                "memory are compared, which engines that compare files refuse; start the engine "
+                "again",
+                path,
+            )
+            files = []
     return f"files {digest_files(files, os.environ)}" if files else f"loaded {loaded.identity}"
 
 
@@ -160,6 +177,37 @@ def _settings(vllm_config: Any) -> dict[str, Factor]:
         # How the convolutions of states lie in memory.
         **({"ssm_conv_state_layout": get_conv_state_layout()} if model.is_hybrid else {}),
     }
+
+
+def _code_factors(model: Any) -> dict[str, Factor]:
+    """The source files of the model's classes that come with neither vLLM nor torch: remote code of
+    a checkpoint, plugins, Transformers. Their names say nothing about what they compute. With the
+    files of the same package whose functions and classes they use.
+    """
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__} if model else ()
+    new, files = {kind.__module__ for kind in kinds}, dict[str, Path]()
+    while new:
+        name = new.pop()
+        module = sys.modules.get(name)
+        found = getattr(module, "__file__", None)
+        if name in files or name.partition(".")[0] in KNOWN_CODE or not found:
+            continue
+        files[name] = Path(found)
+        package = name.rpartition(".")[0]
+        for value in tuple(vars(module).values()):
+            origin = value.__name__ if isinstance(value, ModuleType) else _origin(value)
+            if package and origin.rpartition(".")[0] == package:
+                new.add(origin)
+    digests: dict[str, list[str]] = {}
+    for file in files.values():
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()[:32]
+        digests.setdefault(file.name, []).append(digest)
+    return named_factors("code.", {name: " ".join(sorted(d)) for name, d in digests.items()})
+
+
+def _origin(value: object) -> str:
+    name = getattr(value, "__module__", None)
+    return name if isinstance(name, str) else ""
 
 
 def _configuration(config: Any) -> dict[str, object]:

@@ -7,22 +7,12 @@ Importing this module imports nothing of vLLM, so that `kvferry doctor` can read
 """
 
 import logging
+import re
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 from kvferry.errors import ConfigError
-
-__all__ = [
-    "NEEDED",
-    "TESTED",
-    "NeededName",
-    "check_release",
-    "find_cache_hit_source",
-    "find_published_extra_keys",
-    "release",
-    "warn_if_untested",
-]
 
 TESTED = ("0.30.0", "0.31.0", "0.32.0")
 """The versions of vLLM that the tests pass with, oldest first. The Makefile reads them too."""
@@ -69,6 +59,14 @@ def release(version: str) -> str:
     between minor versions.
     """
     return ".".join(version.split("+")[0].split(".")[:2])
+
+
+def cache_release(version: str) -> str:
+    """What two engines must share for blocks to mean the same: the minor release, and of builds
+    between releases the very build, because each commit may change the bytes.
+    """
+    is_unreleased = re.search(r"\d(a|b|rc|\.dev)\d", version.split("+")[0])
+    return version if is_unreleased else release(version)
 
 
 def check_release() -> None:

@@ -22,9 +22,8 @@ from huggingface_hub import try_to_load_from_cache
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.v1.utils import tensor_data
 
+from kvferry.weight_files import file_states
 from vllm import envs
-
-__all__ = ["CacheSalts", "LoadedAdapters"]
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHT_NAMES = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
@@ -67,12 +66,9 @@ class _AdapterFiles:
     config: Path
     weights: Path
 
-    def stamp(self) -> tuple[object, ...]:
+    def states(self) -> tuple[tuple[int, ...], ...]:
         """Return a value that changes when a file is written or replaced."""
-        stats = [(path, path.stat()) for path in (self.config, self.weights)]
-        return tuple(
-            (str(path), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in stats
-        )
+        return file_states((self.config, self.weights))
 
     def digest(self, settings: str) -> str:
         config = json.loads(self.config.read_text())
@@ -87,7 +83,7 @@ class _AdapterFiles:
 
 @dataclass(frozen=True, slots=True)
 class _SeenAdapter:
-    stamp: tuple[object, ...]
+    states: tuple[tuple[int, ...], ...]
     digest: str
 
 
@@ -158,14 +154,14 @@ class LoadedAdapters:
             if files is None:
                 self._warn(key, "none of its files were found on this host")
                 return None
-            # Stamp first, so that a later look notices files that change during the digest.
-            stamp = files.stamp()
+            # States first, so that a later look notices files that change during the digest.
+            states = files.states()
             if key not in self._seen:
-                self._seen[key] = _SeenAdapter(stamp, files.digest(self.settings))
+                self._seen[key] = _SeenAdapter(states, files.digest(self.settings))
         except (OSError, ValueError, TypeError, AttributeError) as error:
             self._warn(key, f"its files cannot be read: {error}")
             return None
-        if self._seen[key].stamp != stamp:
+        if self._seen[key].states != states:
             self._changed.add(key)
             self._warn(
                 key,

@@ -28,7 +28,7 @@ from vllm.model_executor.layers import rotary_embedding
 import vllm
 from kvferry.protocol.messages import WIRE_VERSION, Factor
 from kvferry.vllm.factors import COMPARED_OPTIONS, COMPARED_VARIABLES, model_identity
-from kvferry.vllm.release import release
+from kvferry.vllm.release import cache_release, release
 from vllm import envs
 
 ROOT = Path(__file__).parents[3]
@@ -292,3 +292,11 @@ def test_a_replaced_tensor_is_another_model(model: Path, tmp_path: Path) -> None
     tensors["model.layers.2.self_attn.v_proj.weight"] *= 2
     save_file(tensors, copy / "model.safetensors")
     assert differing(factors(model), factors(copy)) == {"weights"}
+
+
+@pytest.mark.parametrize(
+    "version", ["0.33.0.dev5+gaaaa", "0.33.0rc1", "0.1.dev1+gbbbb", "0.33.0b2.dev1"]
+)
+def test_builds_between_releases_share_no_layout(version: str) -> None:
+    assert cache_release(version) == version
+    assert cache_release("0.32.1+cpu") == cache_release("0.32.0.post1") == release("0.32.0")

@@ -5,6 +5,7 @@ adapter, image or embedding, whatever vLLM calls it, and does use KV computed un
 tokens under another seed.
 """
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -90,6 +91,27 @@ def test_an_adapter_that_changed_on_disk_is_not_what_the_engine_has_loaded(
     # Nor can a peer rely on it when the first contents are back: vLLM may have read the second.
     write_adapter(served)
     assert exchange(*pair, lora(first, 1, seed=1), lora(served, 1, seed=2)) == 0
+
+
+def test_an_adapter_whose_link_leads_elsewhere_has_changed(
+    pair: tuple[Engine, Engine], tmp_path: Path
+) -> None:
+    """The clock of a file system may give both adapters the same times, and sizes are equal."""
+    link, first, second = tmp_path / "d", tmp_path / "1", tmp_path / "2"
+    for folder, seed in ((first, 0), (second, 5)):
+        write_adapter(folder, seed=seed)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        while True:
+            for folder in (first, second):
+                os.utime(folder / name, ns=(0, 0))
+            if (first / name).stat().st_ctime_ns == (second / name).stat().st_ctime_ns:
+                break
+    link.symlink_to(first)
+    at_p = write_adapter(tmp_path / "p")
+    assert exchange(*pair, lora(at_p, 1, seed=1), lora(link, 1, seed=1)) == 100
+    link.unlink()
+    link.symlink_to(second)
+    assert exchange(*pair, lora(at_p, 1, seed=1), lora(link, 1, seed=2)) == 0
 
 
 def test_an_adapter_is_known_from_the_moment_the_engine_loads_it(

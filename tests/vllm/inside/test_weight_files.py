@@ -1,5 +1,6 @@
 """Tests that the weights of two engines are equal only if vLLM has loaded the same."""
 
+import importlib
 import json
 import os
 import shutil
@@ -7,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from tests.vllm.inside.engines import vllm_config
 
 from kvferry.errors import ConfigError
+from kvferry.protocol.messages import Factor
 from kvferry.vllm.factors import model_identity
 from kvferry.vllm.loaded_weights import LoadedWeights
 from kvferry.vllm.weights import weight_files
@@ -84,3 +87,40 @@ def test_weights_in_memory_decide_where_all_engines_can_compare_them(model: Path
     whole = LoadedWeights("one", is_comparable=True)
     assert model_identity(config, "CPU_ATTN", partly).weights == by_files
     assert model_identity(config, "CPU_ATTN", whole).weights == "loaded one"
+
+
+def test_files_that_changed_since_vllm_started_do_not_stand_for_what_it_has_read(
+    copy: Path,
+) -> None:
+    """The copy is younger than this process, so a worker may have read other bytes."""
+    config = vllm_config(str(copy), "p", "{}")
+    loaded = LoadedWeights("tp_size 1 one", _models=[torch.nn.Linear(1, 1)])
+    assert model_identity(config, "CPU_ATTN", loaded).weights == "loaded tp_size 1 one"
+
+
+def test_other_code_of_a_model_is_another_model(model: Path, tmp_path: Path) -> None:
+    """Two hosts have remote code under equal names; the class is in one file, what it calls in
+    another.
+    """
+
+    def code(package: str, helper: str) -> dict[str, Factor]:
+        folder = tmp_path / package / "transformers_modules" / "own"
+        folder.mkdir(parents=True)
+        (folder / "modeling_own.py").write_text(
+            "import abc, typing, torch\n"
+            "from .helper import scale\n"
+            "class Own(torch.nn.Linear, abc.ABC, typing.Generic[typing.TypeVar('T')]): ...\n"
+        )
+        (folder / "helper.py").write_text(f"def scale(): return {helper}\n")
+        name = f"{package}.transformers_modules.own.modeling_own"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.syspath_prepend(str(tmp_path))
+            own = importlib.import_module(name).Own(1, 1)
+        loaded = LoadedWeights("one", is_comparable=True, _models=[torch.nn.Sequential(own)])
+        identity = model_identity(vllm_config(str(model), "p", "{}"), "CPU_ATTN", loaded)
+        return {name: value for name, value in identity.settings.items() if "code." in name}
+
+    one = code("one", "1")
+    assert one.keys() == {"code.modeling_own.py", "code.helper.py"}
+    assert code("same", "1") == one
+    assert code("other", "2") != one
