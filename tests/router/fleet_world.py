@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 
-from kvferry.router.fleet.fleet import Fleet, FleetOptions, Leg, MemberState, RoutingHints
+from kvferry.router.fleet.fleet import Fleet, FleetOptions
 from kvferry.router.fleet.health import HealthOptions
 from kvferry.router.fleet.instances import Instance, Outcome, Role
+from kvferry.router.fleet.members import Leg, MemberState, RoutingHints
 from kvferry.types import Address
 
 _REFUSED_AFTER_S = 0.001

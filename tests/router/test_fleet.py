@@ -13,9 +13,10 @@ from tests.operations import count_instructions
 from tests.router.fleet_world import make_fleet, make_instance
 
 from kvferry.errors import LocalProtocolError
-from kvferry.router.fleet.fleet import Fleet, FleetOptions, Leg, Member, MemberState, RoutingHints
+from kvferry.router.fleet.fleet import Fleet, FleetOptions
 from kvferry.router.fleet.health import HealthOptions
 from kvferry.router.fleet.instances import Instance, Outcome, Role
+from kvferry.router.fleet.members import Leg, Member, MemberState, RoutingHints
 from kvferry.router.fleet.policies import POLICIES
 from kvferry.types import Address
 

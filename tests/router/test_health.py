@@ -22,9 +22,10 @@ from tests.router.fleet_world import (
 )
 
 from kvferry.errors import ConfigError
-from kvferry.router.fleet.fleet import Fleet, FleetOptions, MemberState, RoutingHints
+from kvferry.router.fleet.fleet import Fleet, FleetOptions
 from kvferry.router.fleet.health import Breaker, BreakerPhase, HealthOptions
 from kvferry.router.fleet.instances import COOLDOWN_S, Instance, Outcome, Role
+from kvferry.router.fleet.members import MemberState, RoutingHints
 
 UNPROBED = HealthOptions(probe_interval_s=0, jitter=0)
 A, B, C = (make_instance(number) for number in range(3))

@@ -10,9 +10,10 @@ from tests.router.fleet_world import (
     state_of,
 )
 
-from kvferry.router.fleet.fleet import Fleet, MemberState
+from kvferry.router.fleet.fleet import Fleet
 from kvferry.router.fleet.health import HealthOptions
 from kvferry.router.fleet.instances import Outcome
+from kvferry.router.fleet.members import MemberState
 
 PROBED = HealthOptions(jitter=0)
 UNPROBED = HealthOptions(probe_interval_s=0, jitter=0)

@@ -10,8 +10,9 @@ from tests.router.fleet_world import make_fleet
 
 from kvferry.errors import ConfigError
 from kvferry.router.fleet.dns import ServiceResolver
-from kvferry.router.fleet.fleet import Fleet, MemberState, RoutingHints
+from kvferry.router.fleet.fleet import Fleet
 from kvferry.router.fleet.instances import Instance, Outcome, Role
+from kvferry.router.fleet.members import MemberState, RoutingHints
 from kvferry.router.fleet.services import (
     DiscoveredInstances,
     DiscoveryOptions,

@@ -13,8 +13,6 @@ from kvferry.router.http.messages import Headers, ServerRequest
 from kvferry.router.options import AccessOptions
 from kvferry.web.api_keys import ApiKeys, key_digest
 
-__all__ = ["AccessPolicy", "credentials", "tenant_without_keys"]
-
 
 def credentials(headers: Headers) -> str | None:
     """The Authorization header of a client; clients of Anthropic's API send `X-Api-Key` instead."""

@@ -16,8 +16,6 @@ from kvferry.router.fleet.instances import Instance
 from kvferry.router.timeline import RequestEvent, Timeline
 from kvferry.web.errors import MALFORMED_JSON
 
-__all__ = ["AccessLog", "AnswerFacts", "phase_times"]
-
 _log = logging.getLogger("kvferry.router.access")
 
 MAX_IDS = 16

@@ -18,12 +18,11 @@ from dataclasses import dataclass
 import msgspec
 
 from kvferry.errors import ConfigError, InvalidTicket
-from kvferry.router.fleet.fleet import Fleet, Member
+from kvferry.router.fleet.fleet import Fleet
 from kvferry.router.fleet.instances import Instance, Role, parse_instance
+from kvferry.router.fleet.members import Member
 from kvferry.router.fleet.registration import ROUTER_ID_HEADER, AcceptedStatements, Registrar
 from kvferry.router.serving.context import HttpResponse, build_error_response
-
-__all__ = ["Admin"]
 
 
 class _Named(msgspec.Struct):

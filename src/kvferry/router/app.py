@@ -30,8 +30,9 @@ from kvferry.router.fleet.services import DiscoveredInstances
 from kvferry.router.fleet.watcher import InstanceWatcher
 from kvferry.router.http.messages import ServerRequest
 from kvferry.router.http.pool import UpstreamPool
-from kvferry.router.http.server import ResponseParts, ResponseWriter
+from kvferry.router.http.server import ResponseParts
 from kvferry.router.http.via import check_route
+from kvferry.router.http.writer import ResponseWriter
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.options import RouterOptions
 from kvferry.router.pages import Pages
@@ -58,8 +59,6 @@ from kvferry.types import Address, FailurePolicy
 
 if TYPE_CHECKING:
     from kvferry.router.tracing import RouterTracer
-
-__all__ = ["RouterApp"]
 
 _log = logging.getLogger(__name__)
 

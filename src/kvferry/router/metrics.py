@@ -19,8 +19,6 @@ from prometheus_client.core import (
 
 from kvferry.router.fleet.instances import Instance, Outcome, Role
 
-__all__ = ["RouterMetrics"]
-
 
 class ExportedMetric(Protocol):
     """A metric that `MetricsCollector` can export."""

@@ -16,9 +16,9 @@ from kvferry.router.conversations.store import Conversations
 from kvferry.router.dashboard.files import DATA_HEADERS, DashboardFiles
 from kvferry.router.dashboard.request_view import view_request
 from kvferry.router.dashboard.state import InstanceFacts, RouterFacts, build_state, encode_state
-from kvferry.router.fleet.fleet import Fleet, Member, RoutingHints
+from kvferry.router.fleet.fleet import Fleet
 from kvferry.router.fleet.instances import Instance, Outcome, Role
-from kvferry.router.fleet.members import MemberState
+from kvferry.router.fleet.members import Member, MemberState, RoutingHints
 from kvferry.router.fleet.watcher import InstanceWatcher
 from kvferry.router.http.messages import Headers, ServerRequest, UpstreamError
 from kvferry.router.options import RouterOptions
@@ -29,8 +29,6 @@ from kvferry.router.time_series import TimeSeries
 from kvferry.router.timeline import RecentRequests, RequestEvent, Timeline
 from kvferry.types import FailurePolicy
 from kvferry.web.transfer_records import TransferRecord, read_transfer_records
-
-__all__ = ["Pages"]
 
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Page = Callable[[ServerRequest], Awaitable[HttpResponse]]

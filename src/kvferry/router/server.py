@@ -24,8 +24,6 @@ from kvferry.router.http.server import HttpServer
 from kvferry.router.options import RouterOptions
 from kvferry.types import Address
 
-__all__ = ["make_server", "run_router", "server_tls"]
-
 _log = logging.getLogger(__name__)
 
 

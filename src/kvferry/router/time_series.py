@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
-__all__ = ["LatencyHistogram", "SecondStats", "TimeSeries", "quantile"]
-
 KEPT_S = 300
 """Number of seconds that are kept."""
 MAX_SPREAD_S = 30

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import chain
 
-__all__ = ["ErrorCount", "ErrorLog", "RecentRequests", "RequestEvent", "RequestOutcome", "Timeline"]
-
 MAX_MARKS = 64
 """Most marks of one request. Retries are bounded elsewhere; this bounds the cost of a bug there."""
 MAX_TEXT_CHARS = 400

@@ -16,8 +16,6 @@ from kvferry.tracing.exporter import TraceExporter
 from kvferry.tracing.spans import Span, SpanKind, SpanWriter, context_of_span
 from kvferry.tracing.transfers import REQUEST_ID
 
-__all__ = ["RequestTrace", "RouterTracer"]
-
 _OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat"}
 
 

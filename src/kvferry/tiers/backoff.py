@@ -8,8 +8,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-__all__ = ["FailureBackoff", "StorageFailed", "StorageHealth", "StorageNotAsked"]
-
 FIRST_PAUSE_S = 5.0
 MAX_PAUSE_S = 60.0
 

@@ -12,26 +12,6 @@ import msgspec
 
 from kvferry.tiers.base import ObjectKey, ObjectKeys
 
-__all__ = [
-    "POOL",
-    "CancelLoad",
-    "Chunk",
-    "ChunkTable",
-    "Chunks",
-    "ContentsChanged",
-    "DropAll",
-    "EndStores",
-    "LoadChunks",
-    "LoadEnded",
-    "OffloadCommand",
-    "OffloadEvent",
-    "StoreChunks",
-    "StoresCopied",
-    "StoresEnded",
-    "TierCounts",
-    "VoidStores",
-]
-
 POOL = "cpu"
 """The name of the host pool in metrics and in `Chunk.tiers`."""
 

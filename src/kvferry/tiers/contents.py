@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from kvferry.tiers.base import ObjectKey
 from kvferry.tiers.commands import ContentsChanged
 
-__all__ = ["TierContents"]
-
 MAX_OBJECTS = 100_000
 """Of each tier: nothing else bounds what an object store holds, and the scheduler keeps a kilobyte
 for each object.

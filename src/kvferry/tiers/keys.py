@@ -18,15 +18,6 @@ from typing import Any
 from kvferry.tiers.base import KEY_BYTES, ObjectKeys
 from kvferry.transports.copy.native import native_or
 
-__all__ = [
-    "FORMAT_VERSION",
-    "NAMESPACE_FILE",
-    "KeyChain",
-    "Namespace",
-    "chunk_keys_by_hashlib",
-    "group_keys_by_hashlib",
-]
-
 FORMAT_VERSION = 2
 """The version of the object format and of the order of bytes in a payload. Part of every namespace.
 """

@@ -48,8 +48,6 @@ if TYPE_CHECKING:
         S3Store,
     )
 
-__all__ = ["Bucket", "ObjectStoreDeadlines", "ObjectTier", "describe_failure", "open_store"]
-
 MAX_RETRIES = 2
 """Retries by obstore of one request: after 5xx, broken connections, and timeouts of reads."""
 FIRST_RETRY_S = 0.1

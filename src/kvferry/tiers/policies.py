@@ -15,8 +15,6 @@ from typing import NamedTuple, Protocol
 
 from kvferry.tiers.base import ObjectKey
 
-__all__ = ["POLICIES", "ArcPolicy", "EvictionPolicy", "Insertion", "IsPinned", "LruPolicy"]
-
 IsPinned = Callable[[ObjectKey], bool]
 
 

@@ -19,8 +19,6 @@ from kvferry.tiers.jobs.tasks import (
 from kvferry.tiers.threads import TaskThreads
 from kvferry.transports.base import RowCopier
 
-__all__ = ["EndedTask", "TaskRunner"]
-
 _log = logging.getLogger(__name__)
 
 

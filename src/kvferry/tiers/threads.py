@@ -5,8 +5,6 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["TaskThreads"]
-
 
 class TaskThreads:
     """Threads that run functions in the order in which they are given.

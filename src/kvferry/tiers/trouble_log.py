@@ -4,8 +4,6 @@ import logging
 
 from kvferry.logs import repeats_of
 
-__all__ = ["log_trouble"]
-
 _log = logging.getLogger(__name__)
 
 

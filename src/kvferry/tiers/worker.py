@@ -35,8 +35,6 @@ from kvferry.tiers.trouble_log import log_trouble
 from kvferry.tiers.worker_reports import WorkerReports
 from kvferry.transports.base import RowCopier, StreamEvent
 
-__all__ = ["OffloadWorker"]
-
 CLOSE_TIMEOUT_S = 5.0
 """How long each part may take to stop."""
 STOP_TIMEOUT_S = 25.0

@@ -17,8 +17,6 @@ from kvferry.tiers.commands import (
     TierCounts,
 )
 
-__all__ = ["WorkerReports"]
-
 
 class WorkerReports:
     """Events, counters and the fill of the tiers. Written by the worker's thread, taken by the

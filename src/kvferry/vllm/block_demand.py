@@ -14,8 +14,6 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
-__all__ = ["BlockDemand"]
-
 _IN_QUEUE = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 

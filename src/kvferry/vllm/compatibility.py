@@ -22,9 +22,6 @@ from vllm.v1.kv_cache_interface import (
 from kvferry.errors import ConfigError
 from kvferry.vllm.states import check_states, state_specs
 
-__all__ = ["check_supported", "drops_too_few_tokens", "layer_specs"]
-
-
 SUPPORTED_QUANT_MODES = (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
 """With other modes, engines keep scales in the cache and may rewrite the scales at any time."""
 SUPPORTED_SPECS = (

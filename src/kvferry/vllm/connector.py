@@ -61,17 +61,6 @@ from kvferry.vllm.translate import (
 if TYPE_CHECKING:
     from kvferry.vllm.tracing import ConnectorTracer
 
-__all__ = [
-    "KVFerryConnector",
-    "KVFerryMooncakeConnector",
-    "KVFerryPushConnector",
-    "MooncakeConnector",
-    "NixlConnector",
-    "NixlPullConnector",
-    "NixlPushConnector",
-    "log_with_vllm",
-]
-
 
 def log_with_vllm() -> None:
     """Send kvferry's log lines to vLLM's handlers, in vLLM's format; from vLLM's level on, unless

@@ -11,8 +11,6 @@ from typing import Any
 
 from kvferry.connectors.params import first_token_params
 
-__all__ = ["FirstTokenNote"]
-
 _COUNTING_DEFAULTS = frozenset(("presence_penalty", "frequency_penalty", "max_tokens"))
 """Sampling defaults that count the tokens of the answer. D would count one token less, because P's
 token is part of D's prompt.

@@ -16,8 +16,6 @@ from typing import Any, Protocol, cast
 
 from kvferry.vllm.engine_core import find_caller
 
-__all__ = ["EngineLoop", "IdleWait", "find_engine_loop", "longest_wait_s"]
-
 FIRST_WAIT_S = 0.002
 GROWTH = 4
 """Each wait is this many times as long as the one before."""

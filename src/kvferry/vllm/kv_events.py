@@ -28,8 +28,6 @@ from kvferry.tiers.commands import POOL
 from kvferry.vllm.release import find_published_extra_keys
 from kvferry.vllm.translate import VllmRequestView
 
-__all__ = ["KVEventTranslator"]
-
 REMOTE_TIERS = frozenset({"object"})
 """Tiers that are never on this host. Where a folder is, kvferry does not know."""
 _published_extra_keys = find_published_extra_keys()

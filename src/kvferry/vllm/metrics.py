@@ -28,8 +28,6 @@ from kvferry.connectors.stats import (
 )
 from kvferry.connectors.stats import KVConnectorStats as OwnStats
 
-__all__ = ["KVFerryPromMetrics", "KVFerryStats"]
-
 _TRANSPORT_COUNTERS = {
     "transfers": ("kvferry:transfers", "Transfers by data transport."),
     "bytes": ("kvferry:transfer_bytes", "Bytes moved by data transport."),

@@ -48,8 +48,6 @@ from kvferry.vllm.release import warn_if_untested
 from kvferry.vllm.remote_loads import RemoteLoads
 from kvferry.vllm.states import has_states
 
-__all__ = ["ChildConfig", "MultiConnector", "child_configs", "traits_of"]
-
 NAME = "MultiConnector"
 OWN_PACKAGE = "kvferry.vllm"
 DEFAULT_LOOKUP_TIMEOUT_S = 30.0

@@ -18,8 +18,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from kvferry.connectors.multi.stats import CHILD_COUNTERS, OwnCounts
 from kvferry.connectors.stats import add_up
 
-__all__ = ["MultiKVEvents", "MultiKVStats", "MultiPromMetrics"]
-
 _log = logging.getLogger(__name__)
 
 

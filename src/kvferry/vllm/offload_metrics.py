@@ -19,8 +19,6 @@ from kvferry.connectors.offloading.metadata import (
 from kvferry.tiers.commands import POOL
 from kvferry.vllm.metrics import KVFerryStats
 
-__all__ = ["OffloadPromMetrics", "OffloadVllmStats"]
-
 POOL_NAMES = {
     "kv_offload_load_bytes": "loaded_bytes",
     "kv_offload_load_time": "load_seconds",

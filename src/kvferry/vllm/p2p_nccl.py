@@ -24,8 +24,6 @@ from kvferry.vllm.connector import KVFerryPushConnector
 from kvferry.vllm.metrics import KVFerryPromMetrics
 from kvferry.vllm.translate import transfer_config
 
-__all__ = ["P2pNcclConnector"]
-
 
 class P2pNcclConnector(KVFerryPushConnector):
     """Pushes or pulls, as `send_type` says. A pull needs nothing of what a push reports in

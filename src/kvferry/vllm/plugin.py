@@ -12,8 +12,6 @@ import secrets
 
 from kvferry.transports.nixl.agent import load_distribution_netlink
 
-__all__ = ["EPOCH_VARIABLE", "register"]
-
 EPOCH_VARIABLE = "KVFERRY_VLLM_EPOCH"
 NAMES = (
     "KVFerryConnector",

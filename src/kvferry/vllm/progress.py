@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["PrefillProgress", "PrefillProgressTable", "PrefillSlice", "PrefillSlices"]
-
 BlockTables = Callable[[str], tuple[list[int], ...]]
 
 

@@ -26,16 +26,6 @@ from kvferry.connectors.contract import KVCacheGroup, KVTensor, StateLayout
 from kvferry.errors import ConfigError
 from kvferry.vllm.release import release
 
-__all__ = [
-    "UNSERVED_RELEASES",
-    "check_states",
-    "has_states",
-    "shorten_prefill_leg",
-    "state_group",
-    "state_specs",
-    "state_views",
-]
-
 UNSERVED_RELEASES = ("0.30", "0.31")
 """In random tests with 0.31, a decode side that had failed loads and few blocks stopped scheduling.
 """

@@ -17,13 +17,6 @@ from kvferry.vllm.compatibility import drops_too_few_tokens
 from kvferry.vllm.storage import StorageConnector
 from kvferry.vllm.translate import BlocksView, null_blocks_as_holes
 
-__all__ = [
-    "DecodeBenchConnector",
-    "ExampleConnector",
-    "KVFerryDecodeBenchConnector",
-    "KVFerryExampleConnector",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class StepSlice:

@@ -18,8 +18,6 @@ from kvferry.protocol.stock_dialect import StockIdentity
 from kvferry.transports.registry import ConfiguredStockKit
 from kvferry.vllm.translate import VllmRequestView
 
-__all__ = ["with_interop"]
-
 CONNECTOR_VERSION = 14
 """The version of vLLM's connector whose messages `protocol/stock_dialect.py` describes."""
 

@@ -22,8 +22,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["DIRECTORY_VARIABLE", "WRAPS_VARIABLE", "MethodTotals", "Stopwatch", "timed_class"]
-
 WRAPS_VARIABLE = "KVFERRY_STOPWATCH_WRAPS"
 DIRECTORY_VARIABLE = "KVFERRY_STOPWATCH_DIRECTORY"
 WRITE_INTERVAL_S = 0.5

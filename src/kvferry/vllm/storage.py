@@ -16,8 +16,6 @@ from kvferry.vllm.offload_metrics import OffloadPromMetrics, OffloadVllmStats
 from kvferry.vllm.progress import PrefillProgressTable
 from kvferry.vllm.translate import VllmRequestView, null_blocks_as_holes, publishes_kv_events
 
-__all__ = ["KVFerryOffloadingConnector", "OffloadingConnector", "StorageConnector"]
-
 
 class StorageConnector(KVFerryConnector):
     """A connector that moves KV between the engine and a store, not between engines."""

@@ -14,8 +14,6 @@ from kvferry.tracing.context import read_trace_context
 from kvferry.tracing.spans import vllm_span_writer
 from kvferry.tracing.transfers import TransferTracer
 
-__all__ = ["ConnectorTracer"]
-
 _FAILED = "the load failed; the worker's log has the reason"
 
 

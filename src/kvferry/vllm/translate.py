@@ -33,18 +33,6 @@ from kvferry.vllm.progress import PrefillProgress
 from kvferry.vllm.salts import CacheSalts
 from kvferry.vllm.states import state_group, state_specs
 
-__all__ = [
-    "BlocksView",
-    "VllmRequestView",
-    "cache_config",
-    "connector_config",
-    "has_token_rows",
-    "null_blocks_as_holes",
-    "publishes_kv_events",
-    "strip_transfer_params",
-    "transfer_config",
-]
-
 # vLLM reserves block 0 as its null block.
 NULL_BLOCK = 0
 LAYOUTS = {

@@ -14,7 +14,8 @@ import uvloop
 
 from kvferry.router.http.messages import ServerLimits, ServerRequest
 from kvferry.router.http.pool import Target, UpstreamPool, UpstreamResponse
-from kvferry.router.http.server import Admit, Handler, HttpServer, ResponseWriter
+from kvferry.router.http.server import Admit, Handler, HttpServer
+from kvferry.router.http.writer import ResponseWriter
 from kvferry.types import Address
 
 DEADLINE_S = 20.0

@@ -9,7 +9,7 @@ import pytest
 from tests.router.http.kit import RawClient, chunked, echo, post, run, serving
 
 from kvferry.router.http.messages import ServerRequest
-from kvferry.router.http.server import ResponseWriter
+from kvferry.router.http.writer import ResponseWriter
 
 
 @dataclass

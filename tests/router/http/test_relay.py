@@ -30,7 +30,7 @@ from kvferry.router.http.messages import (
     UpstreamTimeout,
 )
 from kvferry.router.http.pool import Target, UpstreamPool, UpstreamResponse
-from kvferry.router.http.server import ResponseWriter
+from kvferry.router.http.writer import ResponseWriter
 
 EVENTS = [b"data: a\n\n", b"data: b\n\n", b"data: [DONE]\n\n"]
 STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"

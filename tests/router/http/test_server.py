@@ -6,7 +6,8 @@ import pytest
 from tests.router.http.kit import RawClient, Served, chunked, echo, post, run, serving
 
 from kvferry.router.http.messages import ServerRequest
-from kvferry.router.http.server import Admit, ResponseParts, ResponseWriter
+from kvferry.router.http.server import Admit, ResponseParts
+from kvferry.router.http.writer import ResponseWriter
 
 
 def test_a_connection_is_kept_for_request_after_request() -> None:

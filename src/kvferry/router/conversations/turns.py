@@ -15,8 +15,9 @@ from uuid import uuid4
 import msgspec
 
 from kvferry.router.conversations.store import Conversations, LastTurn
-from kvferry.router.fleet.fleet import Fleet, Leg
+from kvferry.router.fleet.fleet import Fleet
 from kvferry.router.fleet.instances import Instance
+from kvferry.router.fleet.members import Leg
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.serving.context import RequestContext
 from kvferry.router.serving.side_channel import QUESTION_S, wait_for_answer

@@ -18,8 +18,6 @@ from dataclasses import dataclass, field
 from kvferry.logs import repeats_of
 from kvferry.router.fleet.services import DiscoveredInstances, DiscoveryOptions, ServiceName
 
-__all__ = ["ServiceResolver"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -25,15 +25,12 @@ from kvferry.router.fleet.instances import Instance, Outcome, Role, reaches
 from kvferry.router.fleet.members import (
     Leg,
     Member,
-    MemberState,
     RoutingHints,
     TokenProgress,
     leg_weight,
 )
 from kvferry.router.fleet.policies import Policy, make_policy
 from kvferry.types import Address
-
-__all__ = ["Fleet", "FleetOptions", "Leg", "Member", "MemberState", "RoutingHints"]
 
 
 @dataclass(frozen=True, slots=True)

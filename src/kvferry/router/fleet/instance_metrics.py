@@ -20,16 +20,6 @@ from kvferry.router.fleet.tier_metrics import (
     TierReading,
 )
 
-__all__ = [
-    "MAX_PAGE_BYTES",
-    "InstanceReading",
-    "KvMetrics",
-    "LoadMetrics",
-    "MetricsDelta",
-    "MetricsWatcher",
-    "read_metrics",
-]
-
 MAX_PAGE_BYTES = 4 * 1024 * 1024
 """Longest page that is read. A vLLM with every optional histogram sends about 300 KB."""
 MAX_COUNT = float(2**53)

@@ -11,16 +11,6 @@ from math import inf
 from kvferry.router.fleet.health import Breaker, BreakerPhase
 from kvferry.router.fleet.instances import Instance, Outcome, Role
 
-__all__ = [
-    "Leg",
-    "LegHistory",
-    "Member",
-    "MemberState",
-    "RoutingHints",
-    "TokenProgress",
-    "leg_weight",
-]
-
 _GRACE_S = 60.0
 """How long a member whose registration has run out stays while it answers probes."""
 _PREFILL_BASE = 1024

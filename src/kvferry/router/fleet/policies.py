@@ -15,20 +15,6 @@ from kvferry.errors import ConfigError
 from kvferry.router.fleet.instances import Role
 from kvferry.router.fleet.members import Member, RoutingHints, leg_weight
 
-__all__ = [
-    "POLICIES",
-    "ConversationAffinity",
-    "LeastLoad",
-    "Policy",
-    "PowerOfTwo",
-    "PrefixAffinity",
-    "PrefixIndex",
-    "RoundRobin",
-    "hash_prefixes",
-    "make_policy",
-]
-
-
 # -- prefix hashes --
 # Which instances were lately given a prompt with the same beginning.
 #

@@ -9,16 +9,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = [
-    "LookupCounters",
-    "OffloadGrowth",
-    "OffloadReading",
-    "OffloadWindow",
-    "TierCounters",
-    "TierLevels",
-    "TierReading",
-]
-
 WINDOW_S = 60.0
 """Seconds over which growth is measured, as in the headline of the dashboard."""
 MAX_READINGS = 256

@@ -26,8 +26,6 @@ from kvferry.router.http.via import LOOP_DETECTED
 from kvferry.router.serving.instance_client import LEADS_BACK, InstanceClient, describe_error
 from kvferry.types import Address
 
-__all__ = ["InstanceWatcher"]
-
 _log = logging.getLogger(__name__)
 
 _IDLE_S = 1.0

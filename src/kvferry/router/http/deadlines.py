@@ -8,9 +8,6 @@ request, although hardly one in a million fires.
 import asyncio
 from typing import Protocol
 
-__all__ = ["NEVER", "PERIOD_S", "DeadlineTimer", "HasDeadline", "TimeLimit", "TimeLimits"]
-
-
 NEVER = float("inf")
 PERIOD_S = 0.1
 

@@ -18,20 +18,6 @@ from kvferry.router.http.parsing import (
     read_request_head,
 )
 
-__all__ = [
-    "Body",
-    "ChunkedBody",
-    "Framing",
-    "FramingError",
-    "LengthBody",
-    "RequestReader",
-    "UntilCloseBody",
-    "chunk",
-    "first_chunk",
-    "make_body",
-]
-
-
 _MAX_LINE = 4096
 _MAX_TRAILERS = 16 * 1024
 _TRAILER = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t -~\x80-\xff]*")

@@ -17,23 +17,6 @@ from functools import lru_cache
 from http import HTTPStatus
 from types import MappingProxyType
 
-__all__ = [
-    "AnswerTooLong",
-    "ConnectFailed",
-    "Fields",
-    "Headers",
-    "InstanceSilent",
-    "InvalidResponse",
-    "ServerLimits",
-    "ServerRequest",
-    "UpstreamDisconnected",
-    "UpstreamError",
-    "UpstreamTimeout",
-    "request_fields",
-    "request_head",
-    "response_head",
-]
-
 
 class UpstreamError(Exception):
     """An instance did not answer correctly. The message does not name the instance."""

@@ -19,15 +19,6 @@ from httptools import (
 from kvferry.errors import RequestRefused
 from kvferry.router.http.messages import Headers, InvalidResponse
 
-__all__ = [
-    "BodyKind",
-    "RequestHead",
-    "ResponseHead",
-    "check_partial_head",
-    "read_request_head",
-    "read_response_head",
-]
-
 _ABSOLUTE = re.compile(r"[Hh][Tt][Tt][Pp][Ss]?://[^/?#]+([/?].*)?")
 _MAX_LENGTH_DIGITS = 15
 _MAX_KNOWN_HEAD = 512

@@ -32,15 +32,6 @@ from kvferry.router.http.upstream_connection import (
 from kvferry.router.http.writer import ResponseWriter
 from kvferry.types import Address
 
-__all__ = [
-    "KEEPALIVE_S",
-    "OnLateResponse",
-    "Target",
-    "TargetPool",
-    "UpstreamPool",
-    "UpstreamResponse",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Target:

@@ -15,8 +15,6 @@ from kvferry.router.http.parsing import BodyKind, ResponseHead
 from kvferry.router.http.upstream_connection import UpstreamConnection
 from kvferry.router.http.writer import ResponseWriter
 
-__all__ = ["Relay"]
-
 Filter = Callable[[bytes], bytes]
 
 _LENGTH, _BY_LENGTH, _CHUNKED = BodyKind.LENGTH, Framing.LENGTH, Framing.CHUNKED

@@ -22,9 +22,6 @@ from kvferry.router.http.writer import ConnectionWriter, ResponseWriter
 from kvferry.web.bodies import BodyBudget
 from kvferry.web.errors import error_body
 
-__all__ = ["Admit", "Handler", "HttpServer", "ResponseParts", "ResponseWriter", "ServerConnection"]
-
-
 Handler = Callable[[ServerRequest, ResponseWriter], Awaitable[None]]
 
 logger = logging.getLogger(__name__)

@@ -26,18 +26,6 @@ from kvferry.router.http.parsing import ResponseHead, read_response_head
 if TYPE_CHECKING:
     from kvferry.router.http.pool import TargetPool
 
-__all__ = [
-    "ABANDON_TIMEOUT_S",
-    "AbandonedConnections",
-    "LateResponse",
-    "OnLateResponse",
-    "Receiver",
-    "UpstreamConnection",
-    "half_close",
-    "parse_complete_response",
-]
-
-
 OnLateResponse = Callable[[int, bytes], None]
 """Gets status and body of a response that arrived completely after its request was abandoned."""
 

@@ -17,8 +17,6 @@ from kvferry.router.http.parsing import RequestHead
 if TYPE_CHECKING:
     from kvferry.router.http.server import HttpServer
 
-__all__ = ["BodySource", "ConnectionWriter", "ResponseWriter"]
-
 
 class BodySource(Protocol):
     """Produces the client's data by callbacks, without a coroutine that could wait."""

@@ -20,8 +20,6 @@ from kvferry.router.serving.context import HttpResponse, build_error_response
 from kvferry.router.serving.instance_client import UNAVAILABLE, InstanceClient, describe_error
 from kvferry.web.errors import error_body, error_message
 
-__all__ = ["Adapters"]
-
 _FAILED = 502
 _NOT_FOUND = 404
 _LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"

@@ -10,8 +10,6 @@ from kvferry.errors import RequestRefused
 from kvferry.router.routes.table import Api
 from kvferry.web.errors import MALFORMED_JSON, error_body, error_message
 
-__all__ = ["error_event", "shape_error"]
-
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",

@@ -38,8 +38,6 @@ from kvferry.router.serving.stream_start import is_event_stream, peek_start
 from kvferry.router.timeline import RequestEvent
 from kvferry.web.errors import error_message
 
-__all__ = ["OneInstanceHandler", "needs_no_parsing"]
-
 _LACKING_S = 30.0
 """Seconds for which an instance is not asked for a path that it lacks. It is asked again then,
 because it may have restarted with other flags.

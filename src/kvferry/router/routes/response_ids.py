@@ -13,8 +13,6 @@ from hashlib import blake2b
 
 from kvferry.router.fleet.instances import Instance
 
-__all__ = ["find_holder", "make_response_id"]
-
 _PREFIX = "resp_"
 _RANDOM_CHARS = 32
 _DIGEST_BYTES = 8

@@ -13,8 +13,6 @@ from fnmatch import fnmatchcase
 
 from kvferry.errors import ConfigError
 
-__all__ = ["Api", "Route", "RouteTable", "Service", "check_pattern", "is_administrative"]
-
 
 class Api(StrEnum):
     """The family of a route: which fields its body has, and which shape its errors have."""

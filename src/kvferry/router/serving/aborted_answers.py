@@ -10,8 +10,6 @@ import msgspec
 from kvferry.router.routes.table import Api
 from kvferry.web.errors import MALFORMED_JSON
 
-__all__ = ["is_aborted"]
-
 
 class _Choice(msgspec.Struct, gc=False):
     finish_reason: str | None = None

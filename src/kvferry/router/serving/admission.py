@@ -17,15 +17,6 @@ from math import ceil
 from kvferry.config.fields import Count, Natural, check_fields
 from kvferry.errors import LocalProtocolError
 
-__all__ = [
-    "AdmissionController",
-    "AdmissionOptions",
-    "AdmissionQueue",
-    "AdmissionRefused",
-    "AdmissionSlot",
-    "RefusalReason",
-]
-
 _SMOOTHING = 0.1
 """Weight of the newest sample in the moving average of service times."""
 _RETRY_BOUNDS_S = (1, 60)

@@ -22,8 +22,8 @@ from kvferry.router.http.messages import (
     request_fields,
 )
 from kvferry.router.http.pool import UpstreamResponse
-from kvferry.router.http.server import ResponseWriter
 from kvferry.router.http.via import via
+from kvferry.router.http.writer import ResponseWriter
 from kvferry.router.routes.error_shapes import error_event, shape_error
 from kvferry.router.routes.response_ids import make_response_id
 from kvferry.router.routes.table import Api
@@ -33,20 +33,6 @@ from kvferry.router.serving.first_token import CONTINUED_PATH, FirstToken
 from kvferry.router.timeline import RequestEvent, Timeline
 from kvferry.tracing.context import TraceContext, read_trace_context
 from kvferry.web.errors import error_body, error_message
-
-__all__ = [
-    "HttpResponse",
-    "LegFailure",
-    "RequestContext",
-    "build_error_response",
-    "choose_request_id",
-    "forwarded_headers",
-    "leg_headers",
-    "new_id",
-    "shaped_answer",
-    "stream_headers",
-]
-
 
 _FIT = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 # Ids that clients see must be unique, not secret: knowing one grants no access. A seeded generator

@@ -18,8 +18,9 @@ from dataclasses import dataclass, field, replace
 
 from kvferry.router.conversations.store import LastTurn
 from kvferry.router.conversations.turns import TurnTracker
-from kvferry.router.fleet.fleet import Fleet, RoutingHints
+from kvferry.router.fleet.fleet import Fleet
 from kvferry.router.fleet.instances import Instance, Role
+from kvferry.router.fleet.members import RoutingHints
 from kvferry.router.fleet.watcher import InstanceWatcher
 from kvferry.router.serving.client_request import Handover
 from kvferry.router.serving.context import (
@@ -34,8 +35,6 @@ from kvferry.router.serving.legs import DecodeLeg, FailureQuery, PrefillLeg
 from kvferry.router.serving.push import LegFinisher, PushSources, run_both_legs
 from kvferry.router.serving.side_channel import BlockReleaser, PrefilledBlocks
 from kvferry.types import FailurePolicy
-
-__all__ = ["Dispatcher"]
 
 _log = logging.getLogger(__name__)
 

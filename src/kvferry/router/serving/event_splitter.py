@@ -3,8 +3,6 @@
 import re
 from collections.abc import Callable, Iterable
 
-__all__ = ["EventSplitter", "event_data"]
-
 # A CR before the first line feed stays in the event, where it does no harm: a pattern that starts
 # with a fixed byte is searched many times as fast as one that starts with an optional byte.
 _EVENT_END = re.compile(rb"\n\r?\n")

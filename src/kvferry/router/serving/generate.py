@@ -14,7 +14,7 @@ from kvferry.router.access import AccessPolicy, credentials
 from kvferry.router.access_log import AccessLog
 from kvferry.router.http.deadlines import TimeLimits
 from kvferry.router.http.messages import ServerRequest
-from kvferry.router.http.server import ResponseWriter
+from kvferry.router.http.writer import ResponseWriter
 from kvferry.router.options import RouterOptions
 from kvferry.router.routes.error_shapes import error_event
 from kvferry.router.routes.one_instance import OneInstanceHandler, needs_no_parsing
@@ -41,8 +41,6 @@ from kvferry.tracing.context import read_trace_context
 
 if TYPE_CHECKING:
     from kvferry.router.tracing import RouterTracer
-
-__all__ = ["GenerateHandler"]
 
 _log = logging.getLogger(__name__)
 

@@ -12,8 +12,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvferry.errors import RemoteProtocolError
-from kvferry.router.fleet.fleet import Fleet, Leg, RoutingHints
+from kvferry.router.fleet.fleet import Fleet
 from kvferry.router.fleet.instances import Instance, Outcome, Role
+from kvferry.router.fleet.members import Leg, RoutingHints
 from kvferry.router.fleet.registration import ROUTER_ID_HEADER
 from kvferry.router.http.messages import (
     AnswerTooLong,
@@ -24,7 +25,8 @@ from kvferry.router.http.messages import (
     UpstreamError,
     UpstreamTimeout,
 )
-from kvferry.router.http.pool import OnLateResponse, Target, UpstreamPool, UpstreamResponse
+from kvferry.router.http.pool import Target, UpstreamPool, UpstreamResponse
+from kvferry.router.http.upstream_connection import OnLateResponse
 from kvferry.router.http.via import LOOP_DETECTED, via
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.options import RouterOptions

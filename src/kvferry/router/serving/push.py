@@ -17,8 +17,6 @@ from kvferry.protocol.tickets import PushTicket, PushTicketKey
 from kvferry.router.fleet.instances import Instance
 from kvferry.router.serving.client_request import Handover, PushSource
 
-__all__ = ["LegFinisher", "PushSources", "run_both_legs"]
-
 
 @dataclass(slots=True)
 class PushSources:

@@ -35,15 +35,6 @@ from kvferry.router.serving.client_request import Handover
 from kvferry.transports.base import ControlTransport, Disconnected
 from kvferry.types import Address
 
-__all__ = [
-    "QUESTION_S",
-    "BlockReleaser",
-    "NullReleaser",
-    "PrefilledBlocks",
-    "SideChannelSender",
-    "wait_for_answer",
-]
-
 _log = logging.getLogger(__name__)
 
 # Connections unused for this long are closed: tickets may name side channels of engines that no

@@ -13,8 +13,6 @@ from itertools import groupby, islice
 
 from kvferry.tiers.inventory.base import CheckResult, Condition, Inventory, NoteProgress
 
-__all__ = ["BadObject", "OnDamage", "Verification", "verify"]
-
 BATCH_SIZE = 64
 """Objects that are checked at a time; bounds the memory of a walk."""
 MAX_LISTED = 1000

@@ -45,8 +45,6 @@ from kvferry.tiers.jobs.tasks import (
 )
 from kvferry.tiers.jobs.writes import WriteJobs
 
-__all__ = ["OffloadJobs"]
-
 
 class OffloadJobs:
     """The jobs of one rank. `row_bytes` has the size of a chunk in each KV-cache group; `tiers` are

@@ -22,8 +22,6 @@ from kvferry.tiers.jobs.tasks import CopyResult, LoadRows, ReadObject
 from kvferry.tiers.pool_reader import StoredRow
 from kvferry.transports.base import RowBlocks
 
-__all__ = ["LoadJobs"]
-
 MAX_LOAD_BYTES = 1024 * 1024 * 1024
 """The most bytes of one `LoadRows`."""
 

@@ -7,8 +7,6 @@ from kvferry.tiers.commands import POOL, OffloadEvent, TierCounts
 from kvferry.tiers.contents import TierContents
 from kvferry.tiers.jobs.tasks import Task
 
-__all__ = ["JobOutbox"]
-
 
 @dataclass(slots=True)
 class JobOutbox:

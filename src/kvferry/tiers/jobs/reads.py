@@ -12,8 +12,6 @@ from kvferry.tiers.jobs.tasks import ReadObject
 from kvferry.tiers.jobs.writes import WriteJobs
 from kvferry.tiers.pool_reader import StoredRow
 
-__all__ = ["ChunkFound", "ChunkMissing", "ChunkRead", "Load", "ReadEnd", "ReadJobs", "Waiting"]
-
 _COUNTERS = {
     LoadOutcome.MISSING: "misses",
     LoadOutcome.REFUSED: "refused",

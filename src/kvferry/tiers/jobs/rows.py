@@ -11,8 +11,6 @@ from kvferry.tiers.host_pool import HostPool
 from kvferry.tiers.jobs.outbox import JobOutbox
 from kvferry.tiers.pool_reader import StoredRow
 
-__all__ = ["JobRows", "batches"]
-
 MAX_DISTRUSTED = 4096
 
 T = TypeVar("T")

@@ -11,8 +11,6 @@ from kvferry.tiers.jobs.tasks import CopyResult, SaveRows
 from kvferry.tiers.jobs.writes import WriteJobs
 from kvferry.transports.base import RowBlocks
 
-__all__ = ["StoreJobs"]
-
 MAX_SAVE_BYTES = 256 * 1024 * 1024
 """The most bytes of one `SaveRows`: a store that shall be void does not occupy the thread for long.
 """

@@ -6,16 +6,6 @@ from dataclasses import dataclass
 from kvferry.tiers.base import LoadResult, ObjectKey, StoreResult
 from kvferry.transports.base import RowBlocks
 
-__all__ = [
-    "CopyResult",
-    "LoadRows",
-    "ReadObject",
-    "SaveRows",
-    "Task",
-    "TaskResult",
-    "WriteObject",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class SaveRows:

@@ -9,8 +9,6 @@ from kvferry.tiers.jobs.outbox import JobOutbox
 from kvferry.tiers.jobs.rows import JobRows
 from kvferry.tiers.jobs.tasks import WriteObject
 
-__all__ = ["KNOWN_FOR_S", "WriteJobs"]
-
 MAX_KNOWN_OBJECTS = 65_536
 KNOWN_FOR_S = 60.0
 """How long a tier that was seen to have an object is not offered it again. The tier may evict the

@@ -31,8 +31,6 @@ from kvferry.tiers.keys import Namespace
 from kvferry.tiers.mooncake.agent import Call, Operation
 from kvferry.tiers.mooncake.agent_process import AgentFailed, AgentProcess, Lane, MooncakePlace
 
-__all__ = ["MooncakeDeadlines", "MooncakeTier"]
-
 TOLERATED_FAILURES = 2
 MAX_NAMES = 512
 """The most names of one call, which must be smaller than the buffer of a channel."""
