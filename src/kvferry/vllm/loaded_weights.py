@@ -392,7 +392,9 @@ def _place(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> _Place:
     if kind in (VocabParallelEmbedding, ParallelLMHead):
         return _Place(Part.SHARD, _vocabulary_rows(module.shard_indices))
     rank = module.tp_rank or 0
-    if kind is ReplicatedLinear or (kind is RowParallelLinear and parameter == "bias"):
+    # Some layers are whole on every rank, such as those of an image encoder with data parallelism.
+    is_whole = kind is ReplicatedLinear or module.tp_size == 1
+    if is_whole or (kind is RowParallelLinear and parameter == "bias"):
         return _Place()
     if kind is RowParallelLinear:
         return _Place(Part.SHARD, first_column=rank * tensor.shape[1])

@@ -459,6 +459,7 @@ def shards(layers: dict[str, torch.Tensor], tp_size: int) -> list[dict[str, torc
                 "down": down.chunk(tp_size, dim=1)[rank],
                 "embedding": torch.cat([embedding, torch.full((4, 16), 9.0)]).chunk(tp_size)[rank],
                 "norm": layers["norm"],
+                "everywhere": merged,
             }
         )
     return found
@@ -477,7 +478,8 @@ def one_rank(weights: dict[str, torch.Tensor], rank: int, tp_size: int) -> torch
         model.merged = MergedColumnParallelLinear(16, [24, 48], bias=False)
         model.down = RowParallelLinear(24, 16, bias=False)
         model.embedding = VocabParallelEmbedding(60, 16, padding_size=64)
-    for name in ("qkv", "merged", "down", "embedding"):
+        model.everywhere = MergedColumnParallelLinear(16, [24, 48], bias=False, disable_tp=True)
+    for name in ("qkv", "merged", "down", "embedding", "everywhere"):
         getattr(model, name).weight.data.copy_(weights[name])
     return model
 
