@@ -2,12 +2,13 @@
 
 import asyncio
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import aiohttp
 import psutil
 import pytest
-from tests.e2e.harness import Engine, ask_all, metrics, new_session, until
+from tests.e2e.harness import Engine, Prompt, ask_all, metrics, new_session
 from tests.transports.mooncake_agents import AGENT
 from tests.vllm.conftest import Trio
 from tests.vllm.documented import documented
@@ -66,13 +67,8 @@ def test_agents_that_are_killed_cost_no_token(right: Right, trio: Trio) -> None:
 
     async def check() -> None:
         async with new_session(60) as session:
-            before = (await metrics(session, trio.d))["kvferry:finished_loads_total"]
-
-            async def moves_again() -> bool:
-                assert await ask_all(trio.router, PROMPTS[:8], timeout_s=120) == right.vllm[:8]
-                return (await metrics(session, trio.d))["kvferry:finished_loads_total"] > before
-
-            await until("KV moves again", moves_again, 60)
+            await until_kv_moves(session, trio, random_prompts(40, seed=77))
+            assert await ask_all(trio.router, PROMPTS[:8], timeout_s=120) == right.vllm[:8]
             await assert_free(session, trio.p, trio.d)
 
     asyncio.run(check())
@@ -109,6 +105,7 @@ def test_an_engine_that_is_killed_costs_the_other_nothing(right: Right, trio: Tr
             assert await ask_all(trio.d, PROMPTS[:8], timeout_s=120) == right.vllm[:8]
 
             p = restart_p(trio)
+            await until_kv_moves(session, trio, random_prompts(40, seed=76))
             answers = await kill_while_kv_moves(session, trio.d, trio.d, trio.router, second)
             assert_right_or_error(answers, expected[len(first) :])
             assert not all(answer.is_ok for answer in answers), "D was killed too late"
@@ -116,6 +113,20 @@ def test_an_engine_that_is_killed_costs_the_other_nothing(right: Right, trio: Tr
             assert await ask_all(p, PROMPTS[:8], timeout_s=120) == right.vllm[:8]
 
     asyncio.run(check())
+
+
+async def until_kv_moves(
+    session: aiohttp.ClientSession, trio: Trio, prompts: Sequence[Prompt]
+) -> None:
+    """Send prompts that D does not have until it has loaded one. D computes the others meanwhile,
+    which takes long on a busy machine.
+    """
+    before = (await metrics(session, trio.d))["kvferry:finished_loads_total"]
+    for prompt in prompts:
+        await ask_all(trio.router, [prompt], timeout_s=120)
+        if (await metrics(session, trio.d))["kvferry:finished_loads_total"] > before:
+            return
+    raise AssertionError(f"D loaded none of {len(prompts)} prompts: {trio.d.process.tail(50)}")
 
 
 def restart_p(trio: Trio) -> Engine:

@@ -23,8 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing import connection
-from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
@@ -435,7 +434,8 @@ def run_core(setup: EngineSetup, sock: socket.socket) -> None:
     # Ctrl-C reaches the whole process group. The API process decides how to react, and closes the
     # pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _exit_on_signal)
+    termination = _Termination()
+    signal.signal(signal.SIGTERM, termination)
     configure_logs(setup.logs, "core")
     link, wakeup = FrameSocket(sock), Wakeup()
     api = _ApiPipe(link)
@@ -451,6 +451,9 @@ def run_core(setup: EngineSetup, sock: socket.socket) -> None:
             core.run()
         # The top of the process: report the reason of the failure before waiting for the ranks.
         except Exception as error:
+            # While torch converts an object, it turns the signal into an error of its own.
+            if termination.signum:
+                raise SystemExit(128 + termination.signum) from None
             raise SystemExit(_report_failure(api, error)) from None
 
 
@@ -475,8 +478,16 @@ def _report_failure(api: _ApiPipe, error: Exception) -> int:
     return 2 if is_config else 1
 
 
-def _exit_on_signal(signum: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + signum)
+class _Termination:
+    """Handles the signal that ends the process."""
+
+    def __init__(self) -> None:
+        self.signum = 0
+        """0 until the signal arrives."""
+
+    def __call__(self, signum: int, frame: object) -> NoReturn:
+        self.signum = signum
+        raise SystemExit(128 + signum)
 
 
 def limits_of(setup: EngineSetup, worker: Worker) -> SchedulerLimits:
