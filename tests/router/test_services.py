@@ -161,6 +161,17 @@ def test_times_of_discovery_are_positive(name: str) -> None:
         DiscoveryOptions(**{name: 0})
 
 
+async def until_one_host(world: World, options: DiscoveryOptions) -> None:
+    """Look the service up until the router knows the host 10.0.0.1, and no other."""
+    resolver = ServiceResolver([SERVICE], options, world.discovered, lambda: None)
+    running = asyncio.create_task(resolver.run())
+    async with asyncio.timeout(30):
+        while world.hosts() != ["10.0.0.1"]:
+            await asyncio.sleep(0.01)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
 @pytest.mark.parametrize("first", [MemoryError(), ValueError("embedded null character"), []])
 def test_a_name_is_looked_up_again_whatever_a_lookup_raises(
     first: Exception | list[str], monkeypatch: pytest.MonkeyPatch
@@ -177,13 +188,7 @@ def test_a_name_is_looked_up_again_whatever_a_lookup_raises(
         world = World()
         monkeypatch.setattr(socket, "getaddrinfo", lookup)
         options = DiscoveryOptions(interval_s=0.01, timeout_s=0.1)
-        resolver = ServiceResolver([SERVICE], options, world.discovered, lambda: None)
-        running = asyncio.create_task(resolver.run())
-        async with asyncio.timeout(30):
-            while world.hosts() != ["10.0.0.1"]:
-                await asyncio.sleep(0.01)
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        await until_one_host(world, options)
 
     asyncio.run(scene())
 
@@ -198,13 +203,7 @@ def test_the_routers_own_address_is_left_out(
         world.fleet.listening = Address("0.0.0.0", SERVICE.port)
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
         options = DiscoveryOptions(interval_s=0.01)
-        resolver = ServiceResolver([SERVICE], options, world.discovered, lambda: None)
-        running = asyncio.create_task(resolver.run())
-        async with asyncio.timeout(30):
-            while world.hosts() != ["10.0.0.1"]:
-                await asyncio.sleep(0.01)
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        await until_one_host(world, options)
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(scene())
