@@ -31,6 +31,7 @@ PYTEST_FLAGS ?=
 # So many files are tested at a time, those with real vLLM one after the other; see tests/conftest.py. 0: in one process, to debug.
 TEST_WORKERS ?= $(if $(filter 1,$(shell getconf _NPROCESSORS_ONLN)),1,2)
 PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --no-loadscope-reorder
+TEST_NEEDS := environments setup-browser setup-nginx setup-prometheus setup-mooncake setup-lmcache
 SOAK_FLAGS ?=
 # Of `make chaos`; without a seed it takes a new one and shows it.
 SEED ?=
@@ -49,7 +50,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export KVFERRY_TEST_VLLM_VENV := $(VLLM_VENV)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm environments up demo fmt check test test-all test-embedded test-gpu test-vllm setup-browser setup-nginx setup-prometheus setup-mooncake setup-lmcache screenshots chaos chaos-router soak docs compatibility constraints clean
+.PHONY: help setup setup-vllm environments up demo fmt check test test-busy test-all test-embedded test-gpu test-vllm setup-browser setup-nginx setup-prometheus setup-mooncake setup-lmcache screenshots chaos chaos-router soak docs compatibility constraints clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -74,11 +75,14 @@ check: $(CHECK_EXTRAS) $(STAMP)  ## format, lint, types, import arrows, docs
 	$(BIN)/python scripts/generate_docs.py --check
 	$(BIN)/python -m pytest -q tests/test_docs.py
 
-test: environments setup-browser setup-nginx setup-prometheus setup-mooncake setup-lmcache  ## all tests, real vLLM's among them (its environment takes minutes, the first time)
+test: $(TEST_NEEDS)  ## all tests, real vLLM's among them (its environment takes minutes, the first time)
 	@$(COMPILE)
-	$(PYTEST) $(PYTEST_FLAGS)
+	$(BESIDE) $(PYTEST) $(PYTEST_FLAGS)
 
-test-all: environments setup-browser setup-nginx setup-prometheus setup-mooncake setup-lmcache  ## the same and the exhaustive tests: full products, long soaks and chaos; older releases of vLLM
+test-busy: BESIDE := sh scripts/beside_busy_loops.sh
+test-busy: test  ## the same while busy loops use every core: tests must pass on a busy machine
+
+test-all: $(TEST_NEEDS)  ## the same and the exhaustive tests: full products, long soaks and chaos; older releases of vLLM
 	@$(COMPILE)
 	$(PYTEST) --exhaustive $(PYTEST_FLAGS)
 	@$(if $(TEST_EXTRAS),for version in $(VLLM_OLDER); do $(MAKE) --no-print-directory test-vllm VLLM_VERSION=$$version || exit 1; done)

@@ -16,8 +16,8 @@ from tests.chaos.plan import LEASE_S
 from tests.e2e.harness import Cluster, Engine, Host, Starting
 from tests.e2e.hosts import Hosts, why_impossible
 from tests.e2e.proxied_engine import BEHIND, Channels
+from tests.ports import reserve_port
 
-from kvferry.cli.cluster.vllm_servers import free_ports
 from kvferry.errors import KVFerryError
 from kvferry.testing.fault_proxy import FaultProxy
 
@@ -129,7 +129,7 @@ class ChaosCluster:
         starting = {name: self._serve(member) for name, member in self._members.items()}
         for name, process in starting.items():
             self._take_in(self._members[name], process)
-        self._router = self._start_router(free_ports(1)[0])
+        self._router = self._start_router(reserve_port())
 
     def restart(self, name: str) -> None:
         """Kill the process with SIGKILL; start a new incarnation at the same address with the same
@@ -190,7 +190,7 @@ class ChaosCluster:
             extra=dict(member.extra),
             policy=member.policy,
             # A port that no outgoing connection takes between two lives of the engine.
-            port=member.engine.address.port if member.engine is not None else free_ports(1)[0],
+            port=member.engine.address.port if member.engine is not None else reserve_port(),
             engine_id=member.name,
             at=member.at,
             connector=connector,

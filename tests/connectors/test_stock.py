@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from tests.connectors.pair import Blocks, EngineRequest, EngineSide, step_until
+from tests.ports import reserve_port
 
-from kvferry.cli.cluster.vllm_servers import free_ports
 from kvferry.connectors.stock import StockInterop
 from kvferry.errors import ConfigError
 from kvferry.protocol import messages as codec
@@ -50,7 +50,7 @@ def stock_side(
 @pytest.fixture
 def pair() -> Iterator[tuple[EngineSide, EngineSide]]:
     """P and D, which share nothing but what a stock peer knows."""
-    (port,) = free_ports(1)
+    port = reserve_port()
     p = stock_side("p", port, kv_lease_duration=600)
     d = stock_side("d", 0, peers=[f"localhost:{port}"], kv_lease_duration=600)
     yield p, d

@@ -1,7 +1,6 @@
 """A router finds P and D by DNS: real processes, a real resolver, a name server that fails."""
 
 import asyncio
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from tests.e2e.harness import (
     new_session,
     until,
 )
+from tests.ports import reserve_port
 
 from kvferry.engine.make_model.writer import make_model
 
@@ -39,17 +39,11 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         yield made
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.77.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class World:
     """Three engines with one port on three addresses, and a router that knows two names."""
 
     def __init__(self, cluster: Cluster, folder: Path, server: NameServer) -> None:
-        self.port = free_port()
+        self.port = reserve_port()
         starting = [
             cluster.serve(
                 host,

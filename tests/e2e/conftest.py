@@ -29,11 +29,17 @@ SHORT = {
     "read_timeout": 5,
     "receive_timeout": 10,
 }
-PATIENT = {"kv_lease_duration": 600}
-"""With this lease, blocks that become free soon were released and did not expire."""
-
-
-NETWORKED = {**SHORT, "kv_lease_duration": 3, "read_timeout": 12, "receive_timeout": 25}
+PATIENT = {
+    "kv_lease_duration": 600,
+    "handshake_timeout": 60,
+    "confirm_timeout": 60,
+    "read_timeout": 600,
+    "receive_timeout": 600,
+}
+"""For transfers that must succeed however busy the machine is. With this lease, blocks that become
+free soon were released and did not expire.
+"""
+NETWORKED = {**SHORT, "kv_lease_duration": 6, "read_timeout": 20, "receive_timeout": 40}
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from tests.e2e.harness import (
     until,
 )
 from tests.e2e.proxied_engine import BEHIND, Channels
+from tests.ports import reserve_port
 
 from kvferry.testing.fault_proxy import FaultProxy, ProxyDirection
 from kvferry.types import Address
@@ -231,7 +232,7 @@ def test_the_decode_side_survives_the_death_and_return_of_the_prefill_side(
     the same engine id.
     """
     starting = [
-        cluster.serve("prefill", extra=SHORT, policy=policy, engine_id="p"),
+        cluster.serve("prefill", extra=SHORT, policy=policy, engine_id="p", port=reserve_port()),
         cluster.serve("decode", extra=SHORT, policy=policy),
     ]
     first, d = (process.ready() for process in starting)

@@ -19,8 +19,7 @@ from tests.e2e.harness import (
     metrics,
     new_session,
 )
-
-from kvferry.cli.cluster.vllm_servers import free_ports
+from tests.ports import reserve_ports
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -69,7 +68,7 @@ class Foreign:
 
 
 def started(cluster: Cluster) -> Foreign:
-    of_p, of_d = free_ports(2)
+    of_p, of_d = reserve_ports(2)
     starting = [
         cluster.serve(
             name,

@@ -46,8 +46,8 @@ def pair(
     """P, D and the router in front of them."""
     with Cluster(tmp_path_factory.mktemp("mooncake"), model) as cluster:
         starting = [
-            cluster.serve(name, extra=extra, connector="MooncakeConnector", policy="recompute")
-            for name, extra in (("prefill", PATIENT), ("decode", {**SHORT, **PATIENT}))
+            cluster.serve(name, extra=PATIENT, connector="MooncakeConnector", policy="recompute")
+            for name in ("prefill", "decode")
         ]
         engines = [process.ready() for process in starting]
         yield cluster, [*engines, cluster.proxy(engines[:1], engines[1:]).ready()]

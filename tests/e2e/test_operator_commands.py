@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from tests.e2e.harness import Cluster, Engine, Prompt, Starting, ask, metrics, new_session
 from tests.e2e.operator_commands import ALONE, HOSTS, PAIRS, OperatorCommand
+from tests.ports import reserve_ports
 
-from kvferry.cli.cluster.vllm_servers import free_ports
 from kvferry.engine.make_model.writer import make_model
 from kvferry.errors import KVFerryError
 
@@ -22,7 +22,7 @@ PROMPT = Prompt(tuple(range(20, 120)))
 
 class Operator(Cluster):
     def run(self, command: OperatorCommand, model: Path, host: str = "127.0.0.1") -> Starting:
-        port, side_channel = free_ports(2)
+        port, side_channel = reserve_ports(2)
         words = [sys.executable, "-m", "kvferry", "serve", str(model), *command.without_port()]
         words += ["--port", str(port)]
         here = {

@@ -22,9 +22,9 @@ from tests.e2e.harness import (
     new_session,
     until,
 )
+from tests.ports import reserve_ports
 
 from kvferry.cli.cluster.processes import ChildProcess, ProcessGroup
-from kvferry.cli.cluster.vllm_servers import free_ports
 from kvferry.types import Address
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -51,7 +51,7 @@ def test_the_four_commands_serve_a_request_through_both_engines(tmp_path: Path) 
         for number in re.findall(r"\b[58]\d{3}\b", word)
     }
     numbers.add("5600")
-    ports = dict(zip(numbers, map(str, free_ports(len(numbers))), strict=True))
+    ports = dict(zip(numbers, map(str, reserve_ports(len(numbers))), strict=True))
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -16,6 +15,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 import pytest
+from tests.ports import reserve_port
 
 ROOT = Path(__file__).parent.parent.parent
 ALERTS = ROOT / "deploy" / "prometheus" / "alerts.yml"
@@ -93,8 +93,7 @@ class Server:
 @contextmanager
 def prometheus(config: Path, directory: Path) -> Iterator[Server]:
     """Run Prometheus with a configuration, on a free port of the loopback address."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = reserve_port()
     log = directory / "log"
     command = [program("prometheus"), f"--config.file={config}", "--storage.tsdb.retention.time=1h"]
     command += [f"--storage.tsdb.path={directory}", f"--web.listen-address=127.0.0.1:{port}"]

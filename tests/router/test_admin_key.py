@@ -17,9 +17,10 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from tests.ports import reserve_port
 from tests.router.proxy_process import ended, proxy_process
 from tests.router.stubs import StubEngine, prefills, stub_engine
-from tests.router.test_proxy import EVENTS, STREAMED, free_port
+from tests.router.test_proxy import EVENTS, STREAMED
 
 DEADLINE_S = 30.0
 NGINX = shutil.which("nginx", path="/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin")
@@ -72,7 +73,7 @@ def test_a_router_makes_its_own_admin_key_and_says_how_to_use_it(tmp_path: Path)
 @contextmanager
 def nginx(directory: Path, upstream: str) -> Iterator[str]:
     """Run nginx in front of a server, with nothing but `proxy_pass` set; yield its URL."""
-    port = free_port()
+    port = reserve_port()
     paths = "".join(
         f"{name}_temp_path {directory}/{name};"
         for name in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")

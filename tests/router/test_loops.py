@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import uvloop
+from tests.ports import reserve_port
 from tests.router.stubs import (
     AS_ADMIN,
     Stage,
@@ -17,7 +18,7 @@ from tests.router.stubs import (
     prefills,
     stage,
 )
-from tests.router.test_proxy import ONE, STREAMED, free_port, message
+from tests.router.test_proxy import ONE, STREAMED, message
 
 from kvferry.errors import ConfigError
 from kvferry.router.app import RouterApp
@@ -226,7 +227,7 @@ def test_an_address_of_the_router_itself_is_recognised(
 
 
 def test_the_router_refuses_its_own_address_at_start_and_when_an_instance_is_added() -> None:
-    port = free_port()
+    port = reserve_port()
     own = pair_instances(Role.DECODE, ["localhost"], [port])
     options = RouterOptions(decoders=own, host="127.0.0.1", port=port)
     with pytest.raises(ConfigError, match=r"would be this router, which listens on 127\.0\.0\.1"):

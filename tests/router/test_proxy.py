@@ -1,10 +1,10 @@
 import asyncio
 import json
-import socket
 from typing import Any
 
 import pytest
 import uvloop
+from tests.ports import reserve_port
 from tests.router.stubs import (
     KEEP_NOTHING,
     PARAMS,
@@ -43,13 +43,6 @@ def message(body: bytes) -> str:
     text = json.loads(body)["error"]["message"]
     assert isinstance(text, str)
     return text
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 # -- requests that succeed --
@@ -403,7 +396,7 @@ def test_an_instance_that_cannot_be_reached_is_named_in_a_502(role: str) -> None
         async with stage(prefills, completes) as s:
             dead = s.p if role == "prefill" else s.d
             # A second router, whose instance list names a port without a listener.
-            ports = (free_port(), s.d.port) if role == "prefill" else (s.p.port, free_port())
+            ports = (reserve_port(), s.d.port) if role == "prefill" else (s.p.port, reserve_port())
             async with router(*ports) as (url, releases):
                 async with s.session.post(f"{url}/v1/completions", json=ONE) as answer:
                     body = await answer.read()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import uvloop
 from aiohttp import web
+from tests.ports import reserve_port
 from tests.router.stubs import (
     AS_ADMIN,
     Stage,
@@ -17,7 +18,7 @@ from tests.router.stubs import (
     stage,
     stub_engine,
 )
-from tests.router.test_proxy import ONE, free_port
+from tests.router.test_proxy import ONE
 
 from kvferry.types import FailurePolicy
 
@@ -107,7 +108,7 @@ def test_prefill_instances_are_needed_only_where_decode_instances_may_not_comput
 ) -> None:
     async def scene() -> None:
         async with stage([], completes, without_prefill=without_prefill, **PROBED) as s:
-            await join(s, "prefill", free_port())
+            await join(s, "prefill", reserve_port())
             wanted = (
                 (503, "no prefill instance is available")
                 if without_prefill is FailurePolicy.FAIL

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import uvloop
 from aiohttp import web
+from tests.ports import reserve_port
 from tests.router.stubs import (
     AS_ADMIN,
     Behaviour,
@@ -24,7 +25,7 @@ from tests.router.stubs import (
     streams,
     stub_engine,
 )
-from tests.router.test_proxy import ONE, STREAMED, free_port, message
+from tests.router.test_proxy import ONE, STREAMED, message
 
 from kvferry.router.serving.instance_client import excerpt
 from kvferry.types import FailurePolicy
@@ -124,7 +125,7 @@ def test_instances_that_cannot_be_reached_cost_no_try(role: str) -> None:
     async def scene() -> None:
         async with stage(prefills, completes, max_retries=1, failures_in_a_row=100) as s:
             for _ in range(4):
-                await add_instance(s, role, free_port())
+                await add_instance(s, role, reserve_port())
             for _ in range(10):
                 status, _, body = await s.post(ONE)
                 assert (status, body[:40]) == (200, b'{"id": "d", "choices": [{"text": "hello"')
@@ -149,7 +150,7 @@ def test_a_decode_instance_that_failed_for_its_p_is_asked_again_when_no_other_ca
         async with stage(
             prefills, could_not_get_the_blocks_at_first, max_retries=2, failures_in_a_row=100
         ) as s:
-            await add_instance(s, "decode", free_port())
+            await add_instance(s, "decode", reserve_port())
             assert (await s.post(ONE))[0] == 200
             assert [len(s.p.calls), len(s.d.calls)] == [2, 2]
             assert await s.metric("kvferry:router_instance_failures_total") == 2, (
@@ -177,7 +178,7 @@ def test_decode_instances_that_cannot_be_reached_are_asked_last_when_all_have_fa
             prefills, could_not_get_the_blocks_twice, max_retries=2, failures_in_a_row=100
         ) as s:
             for _ in range(2):
-                await add_instance(s, "decode", free_port())
+                await add_instance(s, "decode", reserve_port())
             assert (await s.post(ONE))[0] == 200
             assert len(s.d.calls) == 3
 
@@ -191,7 +192,7 @@ def test_a_refusal_by_one_d_is_told_rather_than_that_another_is_down(num_asked_b
     async def scene() -> None:
         full = answers(503, "{}", Retry_After="7")
         async with stage(prefills, full, max_retries=2, failures_in_a_row=100) as s:
-            await add_instance(s, "decode", free_port())
+            await add_instance(s, "decode", reserve_port())
             for _ in range(num_asked_before + 1):
                 status, headers, _ = await s.post(ONE)
             assert (status, headers.get("Retry-After")) == (503, "7")
@@ -203,7 +204,7 @@ def test_a_d_that_dies_is_replaced_by_one_that_has_come_back_meanwhile() -> None
     """All Ds have failed the request by then, but one of them only because it was restarting."""
 
     async def scene() -> None:
-        port = free_port()
+        port = reserve_port()
 
         async def dies_when_the_other_is_back(
             request: web.Request, body: dict[str, Any]
@@ -476,7 +477,7 @@ def test_one_tenant_that_sends_too_much_is_told_so_and_others_are_served() -> No
 def test_an_instance_that_cannot_be_reached_costs_nobody_an_answer() -> None:
     async def scene() -> None:
         async with stage(prefills, completes, **PERSISTENT) as s:
-            gone = f"http://127.0.0.1:{free_port()}"
+            gone = f"http://127.0.0.1:{reserve_port()}"
             async with s.session.post(
                 f"{s.url}/admin/instances",
                 json={"role": "decode", "url": gone},

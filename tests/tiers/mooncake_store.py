@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from tests.ports import reserve_port
 
 from kvferry.errors import MissingDependency
 from kvferry.tiers.base import ObjectKey, Tier
@@ -80,7 +81,7 @@ class MooncakeMaster:
 @contextmanager
 def mooncake_master() -> Iterator[MooncakeMaster]:
     """Run a master, or skip the test where Mooncake cannot be loaded."""
-    address, metrics = (Address("127.0.0.1", _free_port()) for _ in range(2))
+    address, metrics = (Address("127.0.0.1", reserve_port()) for _ in range(2))
     try:
         AgentProcess(MooncakePlace(address)).close()
     except MissingDependency as missing:
@@ -91,11 +92,6 @@ def mooncake_master() -> Iterator[MooncakeMaster]:
         yield master
     finally:
         master.kill()
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 @contextmanager

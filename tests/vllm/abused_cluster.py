@@ -11,12 +11,12 @@ from typing import Any
 import aiohttp
 import psutil
 from tests.e2e.harness import SETTLE_S, Answer, Engine, Prompt, ask, metrics, new_session, prefill
+from tests.ports import reserve_ports
 from tests.vllm.conftest import Trio
 from tests.vllm.fleet import BY_MODULE_PATH, ready
 from tests.vllm.vllm_asking import assert_free
 
 from kvferry.cli.cluster.http_client import is_healthy
-from kvferry.cli.cluster.vllm_servers import free_ports
 
 DEADLINE_S = 45.0
 """Above every deadline of the connector that can apply to a request here."""
@@ -52,7 +52,7 @@ class VllmCluster:
         lenient = trio.fleet.vllm(
             "lenient decode", "--max-num-seqs", "4", policy="recompute", extra=FORGETFUL, cores="0"
         )
-        http, side_channel = free_ports(2)
+        http, side_channel = reserve_ports(2)
         vllm_cluster = cls(trio, lenient, lenient, (http, side_channel))
         vllm_cluster.brief = vllm_cluster.start_brief()
         ready(vllm_cluster.lenient, vllm_cluster.brief)

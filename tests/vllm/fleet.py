@@ -15,10 +15,10 @@ from typing import Any
 
 from tests.e2e.harness import Engine, ProcessRegistry
 from tests.forkserver.client import ForkServer
+from tests.ports import reserve_port, reserve_ports
 
 from kvferry.bench.vllm.servers import VllmServer
 from kvferry.cli.cluster.http_client import is_healthy
-from kvferry.cli.cluster.vllm_servers import free_ports
 from kvferry.errors import KVFerryError
 from kvferry.types import Address
 
@@ -91,7 +91,7 @@ class Fleet(ProcessRegistry):
                     **transfer.get("kv_connector_extra_config", {}),
                     **extra,
                 }
-        http, side_channel = ports or free_ports(2)
+        http, side_channel = ports or reserve_ports(2)
         server = VllmServer(
             name,
             self._model,
@@ -111,7 +111,7 @@ class Fleet(ProcessRegistry):
         )
 
     def embedded(self, name: str) -> Engine:
-        (port,) = free_ports(1)
+        port = reserve_port()
         command = [
             sys.executable,
             "-m",
@@ -134,7 +134,7 @@ class Fleet(ProcessRegistry):
         environment: Mapping[str, str] | None = None,
         flags: Sequence[str] = (),
     ) -> Engine:
-        (port,) = free_ports(1)
+        port = reserve_port()
         command = [
             sys.executable,
             "-m",

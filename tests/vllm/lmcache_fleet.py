@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from tests.e2e.harness import Engine
 from tests.forkserver.client import ForkServer
+from tests.ports import reserve_port
 from tests.vllm.documented import documented
 from tests.vllm.fleet import LOOPBACK, MODULES, ROOT, START_S, TAIL_LINES, VARIABLES, Fleet
 
-from kvferry.cli.cluster.vllm_servers import free_ports
 from kvferry.types import Address
 
 ENVIRONMENT = ROOT / ".venv-lmcache"
@@ -45,9 +45,9 @@ class LMCacheFleet(Fleet):
 
     def lmcache_server(self, port: int | None = None) -> Engine:
         """Start LMCache's server as documented, for engines on CPUs; `listening` waits for it."""
-        (http,) = free_ports(1)
+        http = reserve_port()
         if port is None:
-            (port,) = free_ports(1)
+            port = reserve_port()
         memory = shared_memory(Address(LOOPBACK, port))
         self._memory.add(memory)
         words = list(documented(SECTION, PAGE)[0].words)

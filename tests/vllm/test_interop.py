@@ -14,14 +14,13 @@ from typing import Any
 import aiohttp
 import pytest
 from tests.e2e.harness import Engine, Prompt, ask, ask_all, metrics, new_session, prefill, until
+from tests.ports import reserve_ports
 from tests.vllm.abused_cluster import kill
 from tests.vllm.documented import documented
 from tests.vllm.fleet import Fleet, ready
 from tests.vllm.right import BYTES_PER_TOKEN, PROMPTS, Right
 from tests.vllm.test_routers import start_vllm_router
 from tests.vllm.vllm_asking import ONLY_THE_BEST, assert_free, stream
-
-from kvferry.cli.cluster.vllm_servers import free_ports
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -55,7 +54,7 @@ class Mixed:
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Mixed]:
     with Fleet(tmp_path_factory.mktemp("mixed"), model) as fleet:
-        http, side_channel = free_ports(2)
+        http, side_channel = reserve_ports(2)
         lease = {"kv_lease_duration": LEASE_S}
         stock = fleet.vllm(
             "stock", transfer=STOCK_TRANSFER, extra=lease, ports=(http, side_channel)

@@ -11,6 +11,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from tests.e2e.harness import Answer, Engine, Prompt, ask_all, metrics, new_session, until
+from tests.ports import reserve_port
 from tests.vllm.fleet import LOOPBACK, START_S, Fleet, ready
 from tests.vllm.lmcache_fleet import (
     CHUNK,
@@ -23,7 +24,6 @@ from tests.vllm.lmcache_fleet import (
 from tests.vllm.right import PROMPTS, Right
 from tests.vllm.vllm_asking import assert_free
 
-from kvferry.cli.cluster.vllm_servers import free_ports
 from kvferry.errors import KVFerryError
 from kvferry.types import Address
 
@@ -250,7 +250,7 @@ def test_without_a_server_vllm_stops_at_start_and_says_how_to_start_one(
 ) -> None:
     skip_without_lmcache()
     with LMCacheFleet(tmp_path, model) as fleet:
-        (port,) = free_ports(1)
+        port = reserve_port()
         engine = fleet.vllm("alone", transfer=transfer_beside(Address(LOOPBACK, port)))
         with pytest.raises(KVFerryError):
             engine.process.wait(START_S)

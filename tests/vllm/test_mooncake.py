@@ -9,6 +9,7 @@ import aiohttp
 import psutil
 import pytest
 from tests.e2e.harness import Engine, Prompt, ask_all, metrics, new_session
+from tests.ports import reserve_port
 from tests.transports.mooncake_agents import AGENT
 from tests.vllm.conftest import Trio
 from tests.vllm.documented import documented
@@ -16,8 +17,6 @@ from tests.vllm.fleet import PYTHON, Fleet, ready
 from tests.vllm.killed import assert_right_or_error, kill_p_while_d_reads, kill_while_kv_moves
 from tests.vllm.right import BYTES_PER_TOKEN, PROMPTS, Right
 from tests.vllm.vllm_asking import assert_free, random_prompts
-
-from kvferry.cli.cluster.vllm_servers import free_ports
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -133,7 +132,7 @@ def restart_p(trio: Trio) -> Engine:
     """Start P again at its address, and wait until the router has found it."""
     (serve,) = documented("Mooncake")
     trio.fleet.stop(trio.p)
-    (side_channel,) = free_ports(1)
+    side_channel = reserve_port()
     p = trio.fleet.vllm(
         "second prefill",
         transfer=serve.transfer,

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from tests.e2e.harness import Engine, metrics, new_session
 from tests.e2e.operator_commands import ALONE, PAIRS, OperatorCommand
+from tests.ports import reserve_ports
 from tests.vllm.fleet import LOOPBACK, Fleet, ready
 from tests.vllm.right import PROMPTS
 from tests.vllm.vllm_asking import stream
 
-from kvferry.cli.cluster.vllm_servers import free_ports
 from kvferry.types import Address
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.exhaustive]
@@ -23,7 +23,7 @@ PROMPT = next(prompt for prompt in PROMPTS if len(prompt.token_ids) > 300)
 
 class Operator(Fleet):
     def run(self, command: OperatorCommand, model: Path, cores: str = "0") -> Engine:
-        port, side_channel = free_ports(2)
+        port, side_channel = reserve_ports(2)
         # vLLM's CPU build has no command `vllm` that works: it looks for a package of that name.
         words = [
             str(self.python),

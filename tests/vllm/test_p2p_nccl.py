@@ -15,13 +15,12 @@ import psutil
 import pytest
 from tests.e2e.forgeries import knock
 from tests.e2e.harness import Engine, ask, ask_all, metrics, new_session, until
+from tests.ports import reserve_port, reserve_ports
 from tests.vllm.documented import Documented, documented
 from tests.vllm.fleet import BY_MODULE_PATH, Fleet, ready
 from tests.vllm.killed import assert_right_or_error, kill_p_while_d_reads, kill_while_kv_moves
 from tests.vllm.right import PROMPTS, Right
 from tests.vllm.vllm_asking import assert_free, random_prompts
-
-from kvferry.cli.cluster.vllm_servers import free_ports
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -51,7 +50,7 @@ def start(
     backend: dict[str, str],
 ) -> Engine:
     """Start a server as documented, with the ports and the backend of this test."""
-    http, side_channel = free_ports(2)
+    http, side_channel = reserve_ports(2)
     ports = {"proxy_port": str(router.address.port), "http_port": str(http)}
     return fleet.vllm(
         name,
@@ -76,7 +75,7 @@ def registered(
     assert for_router.words[:2] == ("kvferry", "proxy")
     directory = tmp_path_factory.mktemp("p2p")
     (directory / "router.toml").write_text("")
-    (port,) = free_ports(1)
+    port = reserve_port()
     proxy = [sys.executable, "-m", "kvferry", "proxy", "--host", "127.0.0.1", "--port", str(port)]
     with Fleet(directory, model) as fleet:
         config = str(directory / "router.toml")

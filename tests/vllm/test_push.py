@@ -28,6 +28,7 @@ from tests.e2e.harness import (
     prefill,
     until,
 )
+from tests.ports import reserve_ports
 from tests.vllm.abused_cluster import kill
 from tests.vllm.documented import documented
 from tests.vllm.fleet import Fleet, ready
@@ -35,7 +36,6 @@ from tests.vllm.right import BYTES_PER_TOKEN, CHATS, PROMPTS, Right, chat
 from tests.vllm.test_routers import assert_serves_random_requests, start_vllm_router
 from tests.vllm.vllm_asking import ONLY_THE_BEST, assert_free, stream
 
-from kvferry.cli.cluster.vllm_servers import free_ports
 from kvferry.config import ClusterSecret
 from kvferry.protocol.tickets import PushTicket, PushTicketKey
 
@@ -232,7 +232,7 @@ def test_engines_that_push_pull_behind_vllm_router(pushing: Pushing) -> None:
 def test_engines_that_list_each_other_in_peers_push_behind_vllm_router(
     tmp_path: Path, model: Path
 ) -> None:
-    http_p, side_channel_p, http_d, side_channel_d = free_ports(4)
+    http_p, side_channel_p, http_d, side_channel_d = reserve_ports(4)
     transfer = documented("Push")[0].transfer
     with Fleet(tmp_path, model) as fleet:
         p, d = (

@@ -20,13 +20,12 @@ from typing import Any
 import aiohttp
 import pytest
 from tests.e2e.harness import Engine, Prompt, ask, metrics, new_session, post, prefill, until
+from tests.ports import reserve_ports
 from tests.vllm.abused_cluster import kill
 from tests.vllm.documented import documented
 from tests.vllm.fleet import Fleet, ready
 from tests.vllm.right import BYTES_PER_TOKEN
 from tests.vllm.vllm_asking import stream
-
-from kvferry.cli.cluster.vllm_servers import free_ports
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -401,7 +400,7 @@ def test_kept_turns_give_way_run_out_and_die_with_their_keeper(scene: Scene) -> 
     retains turns for 1 s only.
     """
     transfer = {**documented("Conversations")[1].transfer, "engine_id": "small"}
-    ports = free_ports(2)
+    ports = reserve_ports(2)
     few = ("--num-gpu-blocks-override", "72")
 
     def start(**extra: Any) -> Engine:

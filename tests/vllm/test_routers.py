@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 from tests.e2e.harness import Engine, Prompt, ask, metrics, new_session, post, until
 from tests.e2e.random_answers import give_all, random_requests
+from tests.ports import reserve_port, reserve_ports
 from tests.router.stubs import StubEngine, prefills, stub_engine
 from tests.vllm.abused_cluster import FAILED, FINISHED, SOON_S, fresh
 from tests.vllm.conftest import Trio
@@ -21,7 +22,6 @@ from tests.vllm.vllm_asking import ONLY_THE_BEST, assert_free, stream
 
 from kvferry.bench.router.contestants import Tools, missing_packages
 from kvferry.bench.router.report import Router
-from kvferry.cli.cluster.vllm_servers import free_ports
 from kvferry.types import Address
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -70,7 +70,7 @@ def _start_toy(trio: Trio) -> Engine:
         pytest.skip(
             "what vLLM's toy proxy is made of is not installed here; make setup-vllm does it"
         )
-    (port,) = free_ports(1)
+    port = reserve_port()
     command = [
         str(tools.python),
         str(tools.toy_program),
@@ -96,7 +96,7 @@ def _start_vllm_router(trio: Trio) -> Engine:
 def start_vllm_router(fleet: Fleet, p: Engine, d: Engine) -> Engine:
     if not VLLM_ROUTER.exists():
         pytest.skip("vllm-router is not installed here; make setup-vllm does it")
-    port, prometheus = free_ports(2)
+    port, prometheus = reserve_ports(2)
     command = [
         str(VLLM_ROUTER),
         "--host",

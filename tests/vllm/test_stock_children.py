@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.e2e.harness import Engine, ask_all, metrics, new_session
+from tests.ports import reserve_ports
 from tests.vllm.fleet import BY_MODULE_PATH, Fleet, ready
 from tests.vllm.right import PROMPTS, Right
 from tests.vllm.test_lmcache import (
@@ -24,8 +25,6 @@ from tests.vllm.test_lmcache import (
 )
 from tests.vllm.test_multi import NIXL, OFFLOADING, example, multi
 from tests.vllm.vllm_asking import assert_free
-
-from kvferry.cli.cluster.vllm_servers import free_ports
 
 pytestmark = [
     pytest.mark.vllm,
@@ -69,7 +68,7 @@ class Pair:
         return self.folder / "damage"
 
     def start(self, name: str) -> Engine:
-        http, side_channel = free_ports(2)
+        http, side_channel = reserve_ports(2)
         ports = self.ports.setdefault(name, (http, side_channel))
         child, flags = example(self.folder / name), list(EXAMPLE_FLAGS)
         if self.kind == "offloading":

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.ports import reserve_port
 from tests.worker.world import NUM_BLOCKS, SECRET, Side
 
 from kvferry.protocol.fingerprints import fingerprint
@@ -181,8 +182,7 @@ def test_two_hundred_producers_at_once_are_all_served_with_as_many_messages_each
 
 def refused(stack: ExitStack) -> int:
     """Return a port on which no process listens."""
-    with socket.create_server(("127.0.0.1", 0)) as gone:
-        return int(gone.getsockname()[1])
+    return reserve_port()
 
 
 def silent(stack: ExitStack) -> int:
@@ -243,7 +243,8 @@ def test_a_dead_producer_that_is_asked_for_again_and_again_leaves_no_file(
     peer_world: PeerWorld,
 ) -> None:
     with ExitStack() as stack:
-        files, text = num_files(), dead_ticket(refused(stack))
+        text = dead_ticket(refused(stack))
+        files = num_files()
         for turn in range(50):
             peer_world.d.track(f"r{turn}", text)
             peer_world.d.start(f"r{turn}", [31], range(0, 4))

@@ -16,8 +16,7 @@ from tests.chaos.cluster import CHUNKED, EXTRA
 from tests.chaos.mode import Mode
 from tests.chaos.router.verdict import Happened
 from tests.e2e.harness import Cluster, Engine, Starting, is_alive, new_session, until
-
-from kvferry.cli.cluster.vllm_servers import free_ports
+from tests.ports import reserve_port
 
 REUSE: dict[str, Any] = {
     "bidirectional_kv_xfer": True,
@@ -249,7 +248,7 @@ class RouterChaosCluster:
             *flags,
             extra=extra,
             policy=policy,
-            port=free_ports(1)[0] if port is None else port,
+            port=reserve_port() if port is None else port,
             engine_id=member.name,
             connector=member.connector,
         )

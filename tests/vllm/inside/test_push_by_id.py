@@ -5,18 +5,17 @@ D, and P and D match the legs by their request ids.
 from typing import Any
 
 import pytest
+from tests.ports import reserve_ports
 from tests.vllm.inside.conftest import StartEngine
 from tests.vllm.inside.engines import Engine, run_until
 from tests.vllm.inside.legs import PUSH
 from tests.vllm.inside.test_life_cycle import check_outcome, finish, greedy, prompt, settle
 
-from kvferry.cli.cluster.vllm_servers import free_ports
-
 
 def start_both(
     start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Engine, Engine, dict[str, Any]]:
-    of_p, of_d = free_ports(2)
+    of_p, of_d = reserve_ports(2)
 
     def start(name: str, own: int, other: int) -> Engine:
         monkeypatch.setenv("KVFERRY_SIDE_CHANNEL_PORT", str(own))

@@ -23,26 +23,37 @@ from kvferry.host_memory import available_bytes
 from kvferry.types import Address
 
 LOOPBACK = "127.0.0.1"
-NON_EPHEMERAL_PORTS = range(20_000, 32_768)
-"""Ports below the range from which Linux assigns ports to outgoing connections.
-
-A port from the ephemeral range could be taken in the moment between the check and its use.
-"""
+EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+LINUX_EPHEMERAL_PORTS = 32_768, 60_999
+FIRST_PORT = 10_000
 PROBE_S = 120.0
 
 
 def free_ports(count: int) -> list[int]:
     """Return different ports that are free now; raise KVFerryError if there are not enough."""
     found: list[int] = []
-    for port in random.SystemRandom().sample(NON_EPHEMERAL_PORTS, len(NON_EPHEMERAL_PORTS)):
+    candidates = non_ephemeral_ports()
+    for port in random.SystemRandom().sample(candidates, len(candidates)):
         if len(found) == count:
             return found
         with suppress(OSError), socket.create_server((LOOPBACK, port)):
             found.append(port)
     raise KVFerryError(
-        f"{count} ports between {NON_EPHEMERAL_PORTS.start} and {NON_EPHEMERAL_PORTS.stop} are "
-        "needed, but too few are free; stop the processes that listen there"
+        f"{count} ports between {candidates.start} and {candidates.stop} are needed, but too few "
+        "are free; stop the processes that listen there"
     )
+
+
+def non_ephemeral_ports() -> range:
+    """Return the ports outside the range from which this machine takes ports for outgoing
+    connections: a port in that range could be taken between the check and its use.
+    """
+    try:
+        first, last = map(int, EPHEMERAL_PORTS.read_text().split())
+    except OSError:  # a sandbox may hide it
+        first, last = LINUX_EPHEMERAL_PORTS
+    below, above = range(FIRST_PORT, first), range(last + 1, 65_536)
+    return max(below, above, key=len) or range(FIRST_PORT, 65_536)
 
 
 def server_command(
