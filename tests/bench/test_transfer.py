@@ -2,6 +2,7 @@
 
 import argparse
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -116,6 +117,7 @@ def test_rows_tell_medians_and_ratios() -> None:
         "of_raw_nixl": 2.0,
         "segments": 1000,
         "copies": 7,
+        "failed": None,
     }
 
 
@@ -200,8 +202,30 @@ def test_without_nixl_there_is_nothing_to_compare_with() -> None:
     cells = [cell(memcpy=[0.001], shm=[0.002])]
     assert make_rows(cells)[0]["of_raw_nixl"] is None
     assert make_baselines(cells) == [
-        {"segment_bytes": 1000, "pattern": "scattered", "memcpy_gbps": 1.0, "raw_nixl_gbps": None}
+        {
+            "segment_bytes": 1000,
+            "pattern": "scattered",
+            "memcpy_gbps": 1.0,
+            "raw_nixl_gbps": None,
+            "failed": {},
+        }
     ]
+
+
+def test_a_method_that_failed_has_a_row_and_a_line_with_the_reason() -> None:
+    measured = replace(
+        cell(memcpy=[0.001], shm=[0.002]), failures={"tcp": "no route", RAW_NIXL: "no memory"}
+    )
+    rows = make_device_rows([measured])
+    assert [(row["transport"], row["gbps"], row["failed"]) for row in rows] == [
+        ("shm", 0.5, None),
+        ("tcp", None, "no route"),
+    ]
+    assert make_baselines([measured])[0]["failed"] == {RAW_NIXL: "no memory"}
+    facts = FACTS | {"regions": 1, "rounds": 1, "copied_by": "libc"}
+    lines = table(rows, [measured], facts).splitlines()
+    assert sum(line.endswith("failed: no route") and " tcp " in line for line in lines) == 1
+    assert sum(line.endswith("failed: no memory") for line in lines) == 1
 
 
 def test_the_plot_is_svg_with_a_line_for_each_transport_and_pattern() -> None:

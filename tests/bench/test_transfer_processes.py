@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
+from tests.transports.mooncake_agents import AGENT, skip_without_mooncake
 
 from kvferry.bench.transfer.command import Scope, measure
 from kvferry.bench.transfer.device import DeviceAllocator
@@ -95,6 +97,25 @@ def test_every_transport_is_measured_in_every_size_and_pattern(tmp_path: Path) -
         row["copies"] > row["segments"] / 2 for row in told["rows"] if row["pattern"] == "scattered"
     )
     assert plot.read_text().startswith("<svg")
+
+
+def test_a_transport_that_fails_is_shown_with_its_reason_and_the_others_are_measured() -> None:
+    skip_without_mooncake()
+    with running("--rounds", "2", "--segments", "4", "16", "--json") as (process, _):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            if AGENT in child.cmdline():
+                child.kill()
+        said, _ = process.communicate(timeout=WHOLE_RUN_S)
+    assert process.returncode == 1
+    rows = json.loads(said)["rows"]
+    for row in rows:
+        if row["transport"] == "mooncake":
+            assert "Mooncake" in row["failed"]
+            assert row["gbps"] is None
+        else:
+            assert row["failed"] is None
+            assert row["gbps"] > 0
+    assert {row["transport"] for row in rows} == {"shm", "nixl", "tcp", "mooncake"}
 
 
 @pytest.mark.exhaustive
@@ -209,15 +230,7 @@ def test_what_runs_on_a_gpu_runs_on_the_processor_too() -> None:
     """Every method except CUDA's own runs on the CPU, in two move sizes, the slow methods with a
     part of the move. The benchmark verifies that each method delivers the right bytes.
     """
-    scope = Scope(
-        (4, 64, 2048),
-        (16, 4),
-        regions=2,
-        rounds=2,
-        method_s=0.05,
-        max_descriptors=64,
-        skips_failures=True,
-    )
+    scope = Scope((4, 64, 2048), (16, 4), regions=2, rounds=2, method_s=0.05, max_descriptors=64)
     cells = measure(DeviceAllocator(None), scope, 1, StopRequest())
     rows, baselines = make_device_rows(cells), make_baselines(cells)
     assert {row["transport"] for row in rows} == {"nixl", "nixl bounce"}

@@ -81,8 +81,6 @@ class Scope:
     """The approximate time for one method, size and pattern; a slow method skips rounds."""
     max_descriptors: int | None = None
     """The largest number of descriptors of one move for methods that are slow per descriptor."""
-    skips_failures: bool = False
-    """Whether a method that fails is skipped; if not, a failure ends the benchmark."""
     slow_s: float | None = None
     """The duration above which a move counts as slow for warming up; None: no warm-up moves.
 
@@ -103,7 +101,6 @@ GPU = Scope(
     rounds=25,
     method_s=0.6,
     max_descriptors=8192,
-    skips_failures=True,
     slow_s=0.005,
 )
 """NIXL takes some 9 µs per descriptor on a GPU: 1 GiB in segments of 4 KiB would take 2.4 s per
@@ -222,13 +219,15 @@ def run(arguments: argparse.Namespace) -> int:
         print_progress(f"drawn into {arguments.plot}")
     answer = {"rows": rows, "baselines": make_baselines(cells), "machine": facts}
     print(json.dumps(answer) if arguments.json else table(rows, cells, facts))
-    return 0
+    return 1 if any(cell.failures for cell in cells) else 0
 
 
 def measure(
     allocator: MemoryAllocator, scope: Scope, spread: int, stop: StopRequest
 ) -> list[TransferCell]:
-    """Measure all sizes and patterns with all methods."""
+    """Measure all sizes and patterns with all methods. A method that fails is not measured from
+    then on, and the cells say why. KVFerryError if the producer ends.
+    """
     shape = scope.shape(spread)
     print_progress(f"two processes with {shape.total_bytes // MIB} MiB each")
     with (
@@ -237,21 +236,24 @@ def measure(
     ):
         if not consumer.has_raw_nixl:
             print_progress("NIXL is not installed, so it is not measured (pip install nixl)")
-        skipped: set[str] = set()
+        failures: dict[str, str] = {}
         cells = []
         for blocks, pattern, spread_here in _moves(scope, shape):
             move = plan_move(blocks, pattern, spread_here, SEED)
             methods = [
                 method
                 for method in consumer.methods(move, scope.max_descriptors)
-                if method.name not in skipped
+                if method.name not in failures
             ]
             kib, mib = blocks.segment_bytes // 1024, move.total_bytes // MIB
             print_progress(
                 f"segments of {kib} KiB, {pattern}: {scope.rounds} rounds of "
                 f"{', '.join(method.name for method in methods)}, {mib} MiB each"
             )
-            cells.append(_measure_cell(methods, move, pattern, scope, skipped))
+            cells.append(_measure_cell(methods, move, pattern, scope, failures))
+            if failures and producer.has_ended:
+                reasons = "; ".join(f"{name}: {reason}" for name, reason in failures.items())
+                raise KVFerryError(f"the producer process has ended ({reasons})")
         return cells
 
 
@@ -285,12 +287,18 @@ def _moves(scope: Scope, shape: Shape) -> Iterator[tuple[Blocks, Pattern, int]]:
 
 
 def _measure_cell(
-    methods: Sequence[TransferMethod], move: Move, pattern: Pattern, scope: Scope, skipped: set[str]
+    methods: Sequence[TransferMethod],
+    move: Move,
+    pattern: Pattern,
+    scope: Scope,
+    failures: dict[str, str],
 ) -> TransferCell:
-    """Measure one size and pattern: verify every method once, then time the methods alternately."""
+    """Measure one size and pattern: verify every method once, then time the methods alternately.
+    Methods that fail are added to `failures`.
+    """
     turns: dict[str, int] = {}
     for method in methods:
-        with _skip_on_failure(method, scope, skipped):
+        with _recorded_failure(method, failures):
             method.verify()  # also warms up, and checks that the right bytes arrive
             most = scope.method_s / max(_timed(method)[0], 1e-9)
             turns[method.name] = int(min(scope.rounds, max(MIN_ROUNDS, most)))
@@ -300,11 +308,11 @@ def _measure_cell(
     for turn in range(max(turns.values(), default=0)):
         shift = turn % len(methods)
         for method in [*methods[shift:], *methods[:shift]]:
-            if method.name in skipped or not _takes_part(
+            if method.name in failures or not _takes_part(
                 turn, turns[method.name], max(turns.values())
             ):
                 continue
-            with _skip_on_failure(method, scope, skipped):
+            with _recorded_failure(method, failures):
                 observed = None if scope.slow_s is None else _warm_up(method, scope.slow_s)
                 took, completion = _timed(method)
                 seconds[method.name].append(took)
@@ -312,7 +320,7 @@ def _measure_cell(
                     copies[method.name] = completion.segments
                 if observed is not None and observed.device_s is not None:
                     device_seconds.setdefault(method.name, []).append(observed.device_s)
-    working = {method.name: method.move for method in methods if method.name not in skipped}
+    working = {method.name: method.move for method in methods if method.name not in failures}
     return TransferCell(
         move,
         pattern,
@@ -320,6 +328,7 @@ def _measure_cell(
         {name: count for name, count in copies.items() if name in working},
         {name: part for name, part in working.items() if part is not move},
         device_seconds,
+        dict(failures),
     )
 
 
@@ -347,15 +356,12 @@ def _warm_up(method: TransferMethod, slow_s: float) -> Completion | None:
 
 
 @contextmanager
-def _skip_on_failure(method: TransferMethod, scope: Scope, skipped: set[str]) -> Iterator[None]:
-    """Skip a method from its first failure on, if the scope says so."""
+def _recorded_failure(method: TransferMethod, failures: dict[str, str]) -> Iterator[None]:
     try:
         yield
     except KVFerryError as error:
-        if not scope.skips_failures:
-            raise
-        print_progress(f"{method.name} is skipped from here on: {error}")
-        skipped.add(method.name)
+        print_progress(f"{method.name} is not measured from here on: {error}")
+        failures[method.name] = str(error)
 
 
 def _takes_part(turn: int, turns: int, of: int) -> bool:

@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -198,6 +198,12 @@ class ProducerInfo:
     source: MemorySource | None
     offers: dict[str, TransportOffer]
     raw_nixl: bytes | None
+    pipe: Connection | None = None
+    """The consumer's end of the pipe; the producer sends nothing after this message."""
+
+    @property
+    def has_ended(self) -> bool:
+        return self.pipe is not None and self.pipe.poll()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -292,7 +298,7 @@ def start_producer(
     try:
         try:
             _wait_for(ours, stop or StopRequest())
-            producer: ProducerInfo = ours.recv()
+            producer: ProducerInfo = replace(ours.recv(), pipe=ours)
         except EOFError as error:
             raise KVFerryError(
                 "the producer process exited before it was ready; its error is above"

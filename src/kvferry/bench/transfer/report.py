@@ -19,6 +19,7 @@ RAW_NIXL_CONTIGUOUS = "raw nixl contiguous"
 These are a plain copy, NIXL READ and WRITE with one descriptor per block, and NIXL READ of one
 contiguous segment.
 """
+BASELINES = (MEMCPY, RAW_NIXL, RAW_NIXL_WRITE, RAW_NIXL_CONTIGUOUS)
 MIB = 1024 * 1024
 
 
@@ -38,6 +39,13 @@ class TransferCell:
     """The methods that moved only a part of the move, and the part."""
     device_seconds: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """The device time of each move, for methods that can measure device time."""
+    failures: Mapping[str, str] = field(default_factory=dict)
+    """The methods that failed in this cell or before, with the reason."""
+
+    @property
+    def transports(self) -> list[str]:
+        """The transports that were measured, then those that failed."""
+        return [*self.copies, *(name for name in self.failures if name not in BASELINES)]
 
     def part(self, method: str) -> Move:
         return self.parts.get(method, self.move)
@@ -58,10 +66,11 @@ def make_rows(cells: Sequence[TransferCell]) -> list[dict[str, Any]]:
             "of_memcpy": ratio(cell.gbps(transport), cell.gbps(MEMCPY)),
             "of_raw_nixl": ratio(cell.gbps(transport), cell.gbps(RAW_NIXL)),
             "segments": len(cell.part(transport).local_blocks),
-            "copies": copies,
+            "copies": cell.copies.get(transport),
+            "failed": cell.failures.get(transport),
         }
         for cell in cells
-        for transport, copies in cell.copies.items()
+        for transport in cell.transports
     ]
 
 
@@ -79,7 +88,7 @@ def make_device_rows(cells: Sequence[TransferCell]) -> list[dict[str, Any]]:
             ),
         }
         for cell in cells
-        for transport in cell.copies
+        for transport in cell.transports
     ]
     return [row | extra for row, extra in zip(make_rows(cells), more, strict=True)]
 
@@ -92,6 +101,7 @@ def make_baselines(cells: Sequence[TransferCell]) -> list[dict[str, Any]]:
             "pattern": str(cell.pattern),
             "memcpy_gbps": rounded(cell.gbps(MEMCPY), 2),
             "raw_nixl_gbps": rounded(cell.gbps(RAW_NIXL), 2),
+            "failed": {name: cell.failures[name] for name in BASELINES if name in cell.failures},
         }
         | (_device_baseline(cell) if RAW_NIXL_CONTIGUOUS in cell.seconds else {})
         for cell in cells
@@ -113,8 +123,10 @@ def table(
         if cell.move.total_bytes < size_bytes:
             size_bytes = cell.move.total_bytes
             lines.append(f"{size_bytes // MIB} MiB a move")
-        for method in (MEMCPY, RAW_NIXL, RAW_NIXL_WRITE, RAW_NIXL_CONTIGUOUS):
-            if cell.gbps(method) is not None:
+        for method in BASELINES:
+            if method in cell.failures:
+                lines.append(_failure_line(cell, method))
+            elif cell.gbps(method) is not None:
                 lines.append(
                     _line(
                         cell,
@@ -130,7 +142,9 @@ def table(
                 row.get("moved_bytes", cell.move.total_bytes),
             ) == _key(cell):
                 lines.append(
-                    _line(
+                    _failure_line(cell, row["transport"])
+                    if row["failed"]
+                    else _line(
                         cell,
                         row["transport"],
                         row["gbps"],
@@ -161,11 +175,17 @@ def _device_baseline(cell: TransferCell) -> dict[str, Any]:
 
 def _line(cell: TransferCell, method: str, *figures: float | None) -> str:
     shown = ["-" if figure is None else str(figure) for figure in figures] + ["", ""]
+    figures_shown = f"{shown[0]:>8}{shown[1]:>10}{shown[2]:>12}{shown[3]:>9}"
+    return f"{_line_start(cell, method)}{figures_shown}".rstrip()
+
+
+def _failure_line(cell: TransferCell, method: str) -> str:
+    return f"{_line_start(cell, method)}  failed: {cell.failures[method]}"
+
+
+def _line_start(cell: TransferCell, method: str) -> str:
     segment = f"{cell.move.blocks.segment_bytes // 1024} KiB"
-    return (
-        f"{segment:>9}  "
-        f"{cell.pattern:<10}{method:<20}{shown[0]:>8}{shown[1]:>10}{shown[2]:>12}{shown[3]:>9}"
-    ).rstrip()
+    return f"{segment:>9}  {cell.pattern:<10}{method:<20}"
 
 
 def _device_microseconds(cell: TransferCell, method: str) -> float | None:
