@@ -6,6 +6,7 @@ import asyncio
 import json
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -359,6 +360,92 @@ def test_a_whole_answer_without_ds_word_is_passed_on_as_it_is(body: bytes) -> No
 
 def test_a_null_is_no_word() -> None:
     assert take_turn_params(b'{"a":1,"kv_transfer_params":null}') == (None, b'{"a":1}')
+
+
+# -- null parameters, which vLLM 0.33 sends in almost every event --
+
+RECORDED = sorted((Path(__file__).parent / "recorded").glob("vllm_0_33_*.sse"))
+KEY, NULL = "kv_transfer_params", b',"kv_transfer_params":null}'
+HOSTILE = [
+    NULL.decode(),
+    "\\" + NULL.decode(),
+    '"' + NULL.decode(),
+    "\\",
+    '"',
+    "\n\n",
+    "é😀\0",
+    KEY,
+]
+TEXTS = st.lists(st.sampled_from(HOSTILE) | st.text(max_size=5), max_size=4).map("".join)
+NAMES = st.sampled_from(["id", "choices", "usage", KEY]) | TEXTS
+VALUES = st.recursive(
+    st.none() | st.integers() | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
+    max_leaves=12,
+)
+
+
+def without_params(event: dict[str, Any]) -> tuple[dict[str, Any] | None, Any]:
+    """What a parser leaves of an event (None: nothing), and the parameters that it finds."""
+    rest = {name: value for name, value in event.items() if name != KEY}
+    params = event.get(KEY) if isinstance(event.get(KEY), dict) else None
+    is_made_for_params = params is not None and rest.get("choices") == [] and "usage" not in rest
+    return None if is_made_for_params else rest, params
+
+
+def pass_events(events: list[bytes], cuts: list[int]) -> tuple[list[Any], Any]:
+    """The events as a client reads them from the filter's bytes, and the parameters found."""
+    look = TurnParamsFilter()
+    passed = b"".join(look.feed(part) for part in [*cut(b"".join(events), cuts), b""])
+    texts = [event.removeprefix(b"data: ") for event in passed.split(b"\n\n") if event]
+    found = None if look.params is None else json.loads(look.params)
+    return [text if text == b"[DONE]" else json.loads(text) for text in texts], found
+
+
+@given(
+    sent=st.lists(
+        st.tuples(st.dictionaries(NAMES, VALUES, min_size=1, max_size=4), st.booleans()), max_size=4
+    ),
+    cuts=st.lists(st.integers(0, 10_000), max_size=5),
+    is_ascii=st.booleans(),
+    is_spaced=st.booleans(),
+)
+def test_a_null_is_removed_without_parsing_as_a_parser_would_remove_it(
+    sent: list[tuple[dict[str, Any], bool]], cuts: list[int], is_ascii: bool, is_spaced: bool
+) -> None:
+    events = [{**event, KEY: None} if has_null else event for event, has_null in sent]
+    separators = (", ", ": ") if is_spaced else (",", ":")
+    texts = [json.dumps(each, ensure_ascii=is_ascii, separators=separators) for each in events]
+    left = [without_params(event) for event in events]
+    assert pass_events([b"data: %b\n\n" % text.encode() for text in texts], cuts) == (
+        [rest for rest, _ in left if rest is not None],
+        next((params for _, params in reversed(left) if params is not None), None),
+    )
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
+@given(cuts=st.lists(st.integers(0, 10_000), max_size=5))
+def test_a_stream_of_vllm_0_33_loses_the_parameters_and_nothing_else(
+    path: Path, cuts: list[int]
+) -> None:
+    events = [event + b"\n\n" for event in path.read_bytes().split(b"\n\n") if event]
+    texts = [event.removeprefix(b"data: ") for event in events]
+    left = [without_params(json.loads(text)) for text in texts[:-1]]
+    passed, params = pass_events(events, cuts)
+    assert passed == [*(rest for rest, _ in left), b"[DONE]"]
+    assert params == next((params for _, params in left if params), None)
+    contents = [each["choices"][0] for each in passed[:-1] if each["choices"]]
+    assert [
+        choice.get("text") or choice["delta"]["content"] for choice in contents if choice
+    ].count(NULL.decode()) == 1
+
+
+def test_only_the_null_is_missing_from_the_bytes_of_an_event() -> None:
+    """The control: an event with parameters is encoded anew, so its spaces are gone."""
+    event = b'data: {"id" :1,"choices": [{"a":{"b":1,"kv_transfer_params":null}}]%b}\n\n'
+    look = TurnParamsFilter()
+    assert look.feed(event % NULL[:-1]) == event % b""
+    assert b" :" not in look.feed(event % b',"kv_transfer_params":{"ticket":"t"}')
 
 
 def test_params_of_p_pass_unchanged() -> None:

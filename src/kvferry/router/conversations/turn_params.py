@@ -20,6 +20,9 @@ _KEY = "kv_transfer_params"
 # Inside a JSON string the quotes would be escaped, so this text is always a key.
 _MARK = b'"kv_transfer_params":'
 _MARK_SPACED = b'"kv_transfer_params" :'
+# vLLM 0.33 ends almost every event of a stream with this null. It is removed without parsing the
+# event: the brace before the empty line closes the event's outermost object.
+_NULL_AT_END, _OBJECT_END = b',"kv_transfer_params":null}\n\n', b"}\n\n"
 _EVENT_END = re.compile(rb"(\r?\n\r?\n)")
 # Inside a JSON string a line end would be escaped, so this text is always the last event.
 _DONE = re.compile(rb"(?:^|\n)data: ?\[DONE\]")
@@ -45,7 +48,9 @@ class TurnParamsFilter:
     def feed(self, segment: bytes) -> bytes:
         """Return the bytes for the client; only an incomplete event is held back."""
         events = self._strip_events(self._take_events(segment))
-        if not self._is_ended and (not segment or _DONE.search(events)):
+        # The pattern alone takes longer than the rest of this method.
+        is_last = not segment or (b"[DONE]" in events and _DONE.search(events) is not None)
+        if is_last and not self._is_ended:
             self._is_ended = True
             self._on_end(self.params)
         return events
@@ -62,6 +67,7 @@ class TurnParamsFilter:
         return whole
 
     def _strip_events(self, events: bytes) -> bytes:
+        events = events.replace(_NULL_AT_END, _OBJECT_END)
         if _MARK not in events and _MARK_SPACED not in events:
             return events
         parts = _EVENT_END.split(events)
@@ -78,7 +84,8 @@ class TurnParamsFilter:
         params, fields = found
         self.params = params or self.params
         # An event made only for the parameters is dropped completely.
-        if bytes(fields.get("choices", b"")) == b"[]" and "usage" not in fields:
+        has_choices = bytes(fields.get("choices", b"")) != b"[]"
+        if params is not None and not has_choices and "usage" not in fields:
             return b""
         return b"data: " + msgspec.json.encode(fields) + end
 

@@ -1,8 +1,8 @@
 """Remembers which blocks D retains after a conversation's turn, for the P of the next turn.
 
-Runs on the event loop. vLLM omits the parameters from streams; the tracker then asks D's side
-channel with the id of the turn. The question stays open until D knows, because a busy D may need a
-while. The next turn may arrive before D's reply and then waits a moment.
+Runs on the event loop. vLLM before 0.33 omits the parameters from streams; the tracker then asks
+D's side channel with the id of the turn. The question stays open until D knows, because a busy D
+may need a while. The next turn may arrive before D's reply and then waits a moment.
 """
 
 import asyncio
