@@ -19,6 +19,8 @@ VLLM_STAMP := $(VLLM_VENV)/.kvferry-setup
 VLLM_PACKAGES := $(VLLM_VENV)/.packages-setup
 # Of older releases: inside tests (among them the comparison of signatures), tokens, abuse, push.
 VLLM_TESTS := $(if $(filter $(VLLM_NEWEST),$(VLLM_VERSION)),-m vllm,$(patsubst %,tests/vllm/test_%.py,inside tokens abuse push))
+# The tests with real servers that a GPU runs too.
+VLLM_STORIES := $(patsubst %,tests/vllm/test_%.py,tokens abuse push hybrid)
 GPU_VENV := .venv-gpu
 GPU_STAMP := $(GPU_VENV)/.kvferry-setup
 LMCACHE_VENV := .venv-lmcache
@@ -93,8 +95,8 @@ test-embedded: $(STAMP) setup-browser setup-nginx setup-prometheus setup-mooncak
 
 test-gpu:  ## the tests that need a GPU, real vLLM's among them (its environment takes minutes, the first time)
 	@if nvidia-smi -L > /dev/null 2>&1; \
-	then $(MAKE) --silent $(GPU_STAMP) && exec $(GPU_VENV)/bin/python -m pytest tests/gpu $(PYTEST_FLAGS); \
-	else echo "nvidia-smi finds no GPU here: the tests in tests/gpu are skipped"; fi
+	then $(MAKE) --silent $(GPU_STAMP) && KVFERRY_TEST_VLLM_DEVICE=cuda exec $(GPU_VENV)/bin/python -m pytest tests/gpu $(VLLM_STORIES) $(PYTEST_FLAGS); \
+	else echo "nvidia-smi finds no GPU here: the tests that need one are skipped"; fi
 
 environments:
 	@$(MAKE) --silent --jobs=3 $(STAMP) $(TEST_EXTRAS)

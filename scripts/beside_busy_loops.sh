@@ -6,7 +6,7 @@ for _ in $(seq "$(getconf _NPROCESSORS_ONLN)"); do
     (while kill -0 $$ 2> /dev/null; do :; done) &
     loops="$loops $!"
 done
-trap 'kill $loops' EXIT
+trap 'kill $loops 2> /dev/null' EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 "$@"

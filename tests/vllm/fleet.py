@@ -1,5 +1,8 @@
 """Starts real vLLM servers, embedded engines and routers as child processes; none of them outlives
 the `with` block.
+
+With KVFERRY_TEST_VLLM_DEVICE=cuda, the servers run on this machine's GPU, with the interpreter of
+the tests.
 """
 
 import json
@@ -19,12 +22,15 @@ from tests.ports import reserve_port, reserve_ports
 
 from kvferry.bench.vllm.servers import VllmServer
 from kvferry.cli.cluster.http_client import is_healthy
+from kvferry.cli.cluster.processes import ProcessStarter, spawn_process
 from kvferry.errors import KVFerryError
 from kvferry.types import Address
 
 ROOT = Path(__file__).parents[2]
+ON_GPU = os.environ.get("KVFERRY_TEST_VLLM_DEVICE") == "cuda"
 # `make test-vllm VLLM_VERSION=…` names the environment of another release than the newest.
-PYTHON = ROOT / os.environ.get("KVFERRY_TEST_VLLM_VENV", ".venv-vllm") / "bin" / "python"
+ENVIRONMENT = ROOT / os.environ.get("KVFERRY_TEST_VLLM_VENV", ".venv-vllm")
+PYTHON = Path(sys.executable) if ON_GPU else ENVIRONMENT / "bin" / "python"
 START_S = 240.0
 TAIL_LINES = 40
 LOOPBACK = "127.0.0.1"
@@ -40,6 +46,21 @@ MODULES = (
 )
 VARIABLES = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 VLLM = ForkServer(PYTHON, MODULES, VARIABLES)
+GPU_FLAGS = (
+    # So servers can start side by side on one GPU: without profiling, and although not all of its
+    # memory is free.
+    *("--kv-cache-memory-bytes", str(256 << 20), "--max-num-seqs", "32"),
+    *("--gpu-memory-utilization", "0.02"),
+    # With float32, which is a server's dtype unless flags say otherwise, tokens do not depend on
+    # which requests share a step.
+    *("--attention-backend", "TRITON_ATTN"),
+)
+GPU_VARIABLES = {
+    # Triton's products in float32, not in tf32, whose rounding alone changes tokens.
+    "TRITON_F32_DEFAULT": "ieee",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "OMP_NUM_THREADS": "1",
+}
 BY_MODULE_PATH = {
     "kv_connector": "NixlConnector",
     "kv_connector_module_path": "kvferry.vllm",
@@ -52,6 +73,8 @@ class Fleet(ProcessRegistry):
     python = PYTHON
     """The interpreter that has vLLM."""
     forkserver = VLLM
+    on_gpu = ON_GPU
+    gpu_flags: tuple[str, ...] = GPU_FLAGS
 
     def __init__(self, directory: Path, model: Path, secret: bytes | None = None) -> None:
         """`secret`: the secret of another fleet, so that members of both can transfer KV; empty:
@@ -92,23 +115,18 @@ class Fleet(ProcessRegistry):
                     **extra,
                 }
         http, side_channel = ports or reserve_ports(2)
+        device = GPU_VARIABLES if self.on_gpu else {"VLLM_CPU_OMP_THREADS_BIND": cores}
         server = VllmServer(
             name,
             self._model,
             http,
             transfer,
             side_channel,
-            flags=flags,
-            environment=environment or {},
+            flags=(*self.gpu_flags, *flags) if self.on_gpu else flags,
+            environment={**device, **(environment or {})},
         )
-        binding = {"VLLM_CPU_OMP_THREADS_BIND": cores}
         command = [*inside, *server.command(self.python), "--host", host]
-        return self._start(
-            name,
-            command,
-            {**server.variables(), **binding, **(environment or {})},
-            Address(host, http),
-        )
+        return self._start(name, command, server.variables(), Address(host, http))
 
     def embedded(self, name: str) -> Engine:
         port = reserve_port()
@@ -166,6 +184,11 @@ class Fleet(ProcessRegistry):
         self, name: str, command: list[str], environment: Mapping[str, str], address: Address
     ) -> Engine:
         return Engine(self.add(name, command, {**self._secret, **environment}), address)
+
+    def way_to_start(self, command: Sequence[str]) -> ProcessStarter:
+        if self.on_gpu:
+            return spawn_process  # CUDA does not survive a fork
+        return super().way_to_start(command)
 
     def stop(self, engine: Engine) -> None:
         """End one member early, so that the machine gets its memory back."""

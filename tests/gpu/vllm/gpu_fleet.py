@@ -4,7 +4,7 @@ little memory.
 
 import importlib.util
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,6 @@ import pytest
 import torch
 from tests.e2e.harness import Engine
 from tests.vllm.fleet import BY_MODULE_PATH, Fleet
-
-from kvferry.cli.cluster.processes import ProcessStarter, spawn_process
 
 on_gpu = [
     pytest.mark.gpu,
@@ -28,35 +26,16 @@ CONNECTORS = {
     "pull": BY_MODULE_PATH,
     "push": {**BY_MODULE_PATH, "kv_connector": "NixlPushConnector"},
 }
-MEMORY = (
-    *("--kv-cache-memory-bytes", str(256 << 20), "--max-num-seqs", "32"),
-    *("--gpu-memory-utilization", "0.02"),
-)
-"""So servers can start side by side on one GPU: without profiling, and although not all of its
-memory is free.
-"""
-PRECISE = ("--attention-backend", "TRITON_ATTN")
-"""With float32, which is a server's dtype unless flags say otherwise, tokens do not depend on which
-requests share a step.
-"""
 HALF = ("--dtype", "bfloat16", "--attention-backend", "FLASH_ATTN")
-VARIABLES = {
-    # Triton's products in float32, not in tf32, whose rounding alone changes tokens.
-    "TRITON_F32_DEFAULT": "ieee",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "OMP_NUM_THREADS": "1",
-}
 
 
 class GpuFleet(Fleet):
     """Its servers run with the interpreter of the tests."""
 
     python = Path(sys.executable)
+    on_gpu = True
 
-    def way_to_start(self, command: Sequence[str]) -> ProcessStarter:
-        return spawn_process  # CUDA does not survive a fork
-
-    def on_gpu(
+    def start(
         self,
         name: str,
         *flags: str,
@@ -69,10 +48,9 @@ class GpuFleet(Fleet):
         """Start a server; `mode=None`: one without a connector. `transfer` replaces the mode's."""
         return self.vllm(
             name,
-            *MEMORY,
             *flags,
             transfer=transfer or (None if mode is None else CONNECTORS[mode]),
             extra=extra,
             policy=policy,
-            environment={**VARIABLES, **(environment or {})},
+            environment=environment,
         )

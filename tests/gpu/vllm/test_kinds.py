@@ -24,7 +24,7 @@ from tests.e2e.harness import (
     metrics,
     new_session,
 )
-from tests.gpu.vllm.gpu_fleet import HALF, PRECISE, GpuFleet, on_gpu
+from tests.gpu.vllm.gpu_fleet import HALF, GpuFleet, on_gpu
 from tests.vllm.adapters import write_adapter
 from tests.vllm.fleet import ready
 from tests.vllm.vllm_asking import assert_free
@@ -65,11 +65,11 @@ class Kind:
 
 KINDS = {
     "FlashAttention": Kind(HALF),
-    "Triton": Kind(("--dtype", "bfloat16", *PRECISE)),
+    "Triton": Kind(("--dtype", "bfloat16")),
     "CUDA graphs": Kind((*HALF, "--no-enforce-eager", "--compilation-config", json.dumps(GRAPHS))),
     "fp8 cache": Kind((*HALF, "--kv-cache-dtype", "fp8")),
     "latent attention": Kind(("--dtype", "bfloat16", "--attention-backend", "TRITON_MLA"), "mla"),
-    "sliding windows": Kind(PRECISE, "window"),
+    "sliding windows": Kind((), "window"),
     "LoRA": Kind((*HALF, "--enable-lora", "--max-lora-rank", "8"), model=ADAPTER),
 }
 
@@ -107,9 +107,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pair]]
             if kind.model == ADAPTER:
                 flags += ("--lora-modules", f"{ADAPTER}={adapter}")
             fleet = fleets[kind.family]
-            made[name] = Pair(
-                fleet.on_gpu(f"P, {name}", *flags), fleet.on_gpu(f"D, {name}", *flags)
-            )
+            made[name] = Pair(fleet.start(f"P, {name}", *flags), fleet.start(f"D, {name}", *flags))
         yield made
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.e2e.harness import Engine, Prompt, ask, metrics, new_session, prefill
-from tests.gpu.vllm.gpu_fleet import HALF, VARIABLES, GpuFleet, on_gpu
+from tests.gpu.vllm.gpu_fleet import HALF, GpuFleet, on_gpu
 from tests.vllm.fleet import ready
 
 from kvferry.bench.vllm.gpu_handover import gpu_model_directory
@@ -20,18 +20,22 @@ LONG = Prompt(tuple(random.Random(72).choices(range(10, 500), k=30_000)), max_to
 REQUEST_S = 60.0
 
 
+class LargeFleet(GpuFleet):
+    """Its servers profile the GPU's memory."""
+
+    gpu_flags = ()
+
+
 @pytest.fixture
 def fleet(tmp_path: Path) -> Iterator[GpuFleet]:
-    with gpu_model_directory() as model, GpuFleet(tmp_path / "fleet", model) as fleet:
+    with gpu_model_directory() as model, LargeFleet(tmp_path / "fleet", model) as fleet:
         yield fleet
 
 
 def start(fleet: GpuFleet, name: str, share: float) -> Engine:
-    """Start a server that profiles its memory, and wait for it."""
+    """Start a server, and wait for it."""
     flags = ("--load-format", "dummy", "--max-model-len", "32768")
-    engine = fleet.vllm(
-        name, *HALF, *flags, "--gpu-memory-utilization", str(share), environment=VARIABLES
-    )
+    engine = fleet.vllm(name, *HALF, *flags, "--gpu-memory-utilization", str(share))
     ready(engine)
     return engine
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.e2e.harness import Engine, ask_all, metrics, new_session, until
-from tests.gpu.vllm.gpu_fleet import PRECISE, GpuFleet, on_gpu
+from tests.gpu.vllm.gpu_fleet import GpuFleet, on_gpu
 from tests.vllm.fleet import BY_MODULE_PATH, ready
 from tests.vllm.right import PROMPTS
 from tests.vllm.vllm_asking import assert_free
@@ -39,9 +39,8 @@ def serve(fleet: GpuFleet, folder: Path, name: str, *tiers: str) -> Engine:
         "cpu": "256MiB",
         "disk": {"path": str(folder / "disk"), "size": "1GiB"},
     }
-    return fleet.on_gpu(
+    return fleet.start(
         name,
-        *PRECISE,
         "--no-enable-prefix-caching",
         transfer=OFFLOADING,
         extra={
@@ -63,7 +62,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TierServers]:
             made = TierServers(
                 fleet,
                 folder,
-                fleet.on_gpu("plain", *PRECISE, mode=None),
+                fleet.start("plain", mode=None),
                 serve(fleet, folder, "cpu", "cpu"),
                 serve(fleet, folder, "cpu and disk", "cpu", "disk"),
             )

@@ -23,7 +23,7 @@ from tests.e2e.harness import (
     prefill,
     until,
 )
-from tests.gpu.vllm.gpu_fleet import PRECISE, GpuFleet, on_gpu
+from tests.gpu.vllm.gpu_fleet import GpuFleet, on_gpu
 from tests.vllm.abused_cluster import kill
 from tests.vllm.fleet import ready
 from tests.vllm.vllm_asking import assert_free
@@ -58,10 +58,10 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     with GpuFleet(directory / "fleet", directory / "tiny") as fleet:
         made = Servers(
             fleet,
-            fleet.on_gpu("plain", *PRECISE, mode=None),
-            fleet.on_gpu("P", *PRECISE, extra=BRIEF),
-            fleet.on_gpu("D", *PRECISE, extra=BRIEF, policy="recompute"),
-            fleet.on_gpu("second D", *PRECISE, extra=BRIEF, policy="recompute"),
+            fleet.start("plain", mode=None),
+            fleet.start("P", extra=BRIEF),
+            fleet.start("D", extra=BRIEF, policy="recompute"),
+            fleet.start("second D", extra=BRIEF, policy="recompute"),
         )
         ready(made.plain, made.p, made.d, made.second_d)
         yield made

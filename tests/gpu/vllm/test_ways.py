@@ -12,7 +12,7 @@ from itertools import product
 import pytest
 import torch
 from tests.e2e.harness import Answer, Engine, Prompt, ask, ask_all, metrics, new_session
-from tests.gpu.vllm.gpu_fleet import PRECISE, GpuFleet, on_gpu
+from tests.gpu.vllm.gpu_fleet import GpuFleet, on_gpu
 from tests.vllm.fleet import ready
 from tests.vllm.right import BYTES_PER_TOKEN, PROMPTS
 from tests.vllm.vllm_asking import assert_free, random_prompts, stream
@@ -78,28 +78,24 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     with GpuFleet(directory / "fleet", directory / "tiny") as fleet:
         made = Servers(
             fleet,
-            fleet.on_gpu("plain", *PRECISE, mode=None),
+            fleet.start("plain", mode=None),
+            {mode: fleet.start(f"P, {mode}", mode=mode, extra=REUSING) for mode in MODES},
             {
-                mode: fleet.on_gpu(f"P, {mode}", *PRECISE, mode=mode, extra=REUSING)
-                for mode in MODES
-            },
-            {
-                (name, mode): fleet.on_gpu(
-                    f"D, {name}, {mode}", *PRECISE, mode=mode, extra=TRANSPORTS[name] | REUSING
+                (name, mode): fleet.start(
+                    f"D, {name}, {mode}", mode=mode, extra=TRANSPORTS[name] | REUSING
                 )
                 for name, mode in WAYS
             },
             {
-                (name, mode): fleet.on_gpu(
+                (name, mode): fleet.start(
                     f"corrupted D, {name}, {mode}",
-                    *PRECISE,
                     mode=mode,
                     extra=TRANSPORTS[name],
                     environment=corrupt,
                 )
                 for name, mode in CORRUPTED
             },
-            fleet.on_gpu("other shape", *PRECISE, *OTHER_SHAPE, environment=OTHER_LAYOUT),
+            fleet.start("other shape", *OTHER_SHAPE, environment=OTHER_LAYOUT),
         )
         ready(made.plain, *made.p.values(), *made.d.values(), *made.corrupted.values(), made.other)
         yield made
