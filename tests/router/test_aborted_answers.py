@@ -1,5 +1,6 @@
-"""Tests answers that vLLM aborts before their first token, as it does after SIGTERM. The router
-takes such an answer for a refusal: the client gets another engine's answer, or a clear error.
+"""Tests answers that vLLM ends before their first token, as it does after SIGTERM and while it is
+paused. The router takes such an answer for a refusal: the client gets another engine's answer, or a
+clear error.
 """
 
 import json
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 import uvloop
 from aiohttp import web
-from tests.router.stubs import PARAMS, Behaviour, completes, prefills, stage, streams
+from tests.router.stubs import PARAMS, Behaviour, answers, completes, prefills, stage, streams
 from tests.router.test_proxy import ONE, STREAMED, message
 
 ABORTED = {"index": 0, "text": "", "finish_reason": "abort", "token_ids": []}
@@ -65,6 +66,87 @@ def test_if_every_d_aborts_the_client_gets_503_with_retry_after(
             assert (status, headers["Retry-After"]) == (503, "1")
             assert "is stopping: it aborted the request" in message(body)
             assert set(s.releases.tickets) == {"ticket-1"}
+
+    uvloop.run(scene())
+
+
+# As vLLM 0.33 words it, as the body of a 503 and as the first event of a stream.
+PAUSED = {
+    "message": "Generation is paused. Please retry after it resumes.",
+    "type": "ServiceUnavailableError",
+    "param": None,
+    "code": 503,
+}
+
+
+def is_paused(is_streamed: bool, **changed: Any) -> Behaviour:
+    error = json.dumps({"error": PAUSED | changed})
+    if not is_streamed:
+        return answers(503, error)
+    return streams([b"data: %b\n\n" % error.encode(), b"data: [DONE]\n\n"])
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_another_pair_serves_a_request_that_a_paused_d_refuses(is_streamed: bool) -> None:
+    """A paused vLLM releases P's blocks, so the next D gets another ticket. No retry is counted."""
+    good: Behaviour = streams(GOOD) if is_streamed else completes
+
+    async def scene() -> None:
+        async with stage(prefills, [is_paused(is_streamed), good], max_retries=0) as s:
+            for _ in range(2):
+                status, _, body = await s.post(STREAMED if is_streamed else ONE)
+                assert (status, b"hello" in body, b"paused" in body) == (200, True, False)
+            assert len(s.decoders[0].calls) == 1
+            assert len(s.p.calls) == 3
+            assert await s.metric("kvferry:router_instance_failures_total") == 0
+
+    uvloop.run(scene())
+
+
+def test_a_prompt_that_a_paused_p_refuses_is_computed_by_another_p() -> None:
+    async def scene() -> None:
+        async with stage([is_paused(False), prefills], completes, max_retries=0) as s:
+            for _ in range(2):
+                assert (await s.post(ONE))[0] == 200
+            assert len(s.prefillers[0].calls) == 1
+            assert all("ticket" in call.body["kv_transfer_params"] for call in s.d.calls)
+
+    uvloop.run(scene())
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_if_every_d_is_paused_the_client_is_asked_to_retry(is_streamed: bool) -> None:
+    async def scene() -> None:
+        async with stage(prefills, is_paused(is_streamed), max_retries=0) as s:
+            status, headers, body = await s.post(STREAMED if is_streamed else ONE)
+            assert (status, headers["Retry-After"]) == (503, "1")
+            assert "Please retry after it resumes" in message(body)
+
+    uvloop.run(scene())
+
+
+def test_an_error_that_cannot_be_retried_is_no_refusal() -> None:
+    """The control: the same error with another code counts as a failure of D."""
+
+    async def scene() -> None:
+        fails = is_paused(True, code=500, type="InternalServerError")
+        async with stage(prefills, fails, max_retries=0) as s:
+            status, _, body = await s.post(STREAMED)
+            assert (status, b"InternalServerError" in body) == (200, True)
+            assert await s.metric("kvferry:router_instance_failures_total") == 1
+
+    uvloop.run(scene())
+
+
+def test_a_full_d_leaves_ps_blocks_to_the_next_d() -> None:
+    """The control: another 503 costs no second prefill leg."""
+
+    async def scene() -> None:
+        full = answers(503, json.dumps({"error": PAUSED | {"message": "the queue is full"}}))
+        async with stage(prefills, [full, completes]) as s:
+            for _ in range(2):
+                assert (await s.post(ONE))[0] == 200
+            assert (len(s.decoders[0].calls), len(s.p.calls)) == (1, 2)
 
     uvloop.run(scene())
 

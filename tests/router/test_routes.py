@@ -287,6 +287,46 @@ def test_a_path_that_no_engine_knows_leaves_other_paths_of_its_pattern_available
     uvloop.run(scene())
 
 
+def test_decisions_are_asked_of_the_instance_whose_model_can_make_them() -> None:
+    """A route of vLLM 0.33, which has a cache salt but no transfer parameters."""
+    lacks = answers(501, '{"error":{"message":"The model does not support the Decisions API"}}')
+    sent = {"input": "a", "cache_salt": "s", "questions": [], "kv_transfer_params": PARAMS}
+
+    async def scene() -> None:
+        async with stage(prefills, [lacks, completes]) as s:
+            for _ in range(3):
+                assert (await s.post(sent, "/v1/decisions"))[0] == 200
+            kept = {name: value for name, value in sent.items() if name != "kv_transfer_params"}
+            assert [call.body for call in s.decoders[1].calls] == [kept] * 3
+            assert (len(s.decoders[0].calls), len(s.p.calls)) == (1, 0)
+
+    uvloop.run(scene())
+
+
+def test_what_vllm_0_33_renders_can_be_generated() -> None:
+    """It renders transfer parameters beside `sampling_params`, and no longer inside."""
+    rendered = {**TOKENS, "kv_transfer_params": None, "ec_transfer_params": None}
+
+    async def renders(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if request.path.endswith("/render"):
+            return web.json_response(
+                rendered | {"kv_transfer_params": body.get("kv_transfer_params")}
+            )
+        return await completes(request, body)
+
+    async def scene() -> None:
+        async with stage(prefills, renders) as s:
+            asked = {"prompt": "a", "kv_transfer_params": {"ticket": "stolen"}}
+            _, _, answer = await s.post(asked, "/v1/completions/render")
+            assert json.loads(answer) == rendered
+            assert (await s.post(json.loads(answer), "/inference/v1/generate"))[0] == 200
+            given = s.d.calls[-1].body
+            assert given.pop("kv_transfer_params")["ticket"] == PARAMS["ticket"]
+            assert given == {**TOKENS, "ec_transfer_params": None}
+
+    uvloop.run(scene())
+
+
 def test_a_501_for_a_missing_feature_is_passed_to_the_client() -> None:
     async def scene() -> None:
         lacks = answers(501, '{"error":{"message":"no such dimensions"}}')

@@ -19,7 +19,7 @@ from kvferry.router.http.messages import ServerRequest, UpstreamError
 from kvferry.router.http.pool import UpstreamResponse
 from kvferry.router.routes.response_ids import find_holder
 from kvferry.router.routes.table import Route, Service
-from kvferry.router.serving.aborted_answers import is_aborted
+from kvferry.router.serving.aborted_answers import find_refusal
 from kvferry.router.serving.context import (
     HttpResponse,
     LegFailure,
@@ -181,8 +181,8 @@ class OneInstanceHandler:
                 return failure
             is_generation = route.service is Service.BOTH_LEGS and answer.status == 200
             if answer.status == 200 and answer.headers.get("content-length") is None:
-                if is_generation and await self._is_aborted(route, answer):
-                    return self.instance_client.aborted(instance, call)
+                if is_generation and (refusal := await self._find_refusal(route, answer)):
+                    return self.instance_client.refused_late(instance, call, refusal)
                 call.outcome = Outcome.ANSWERED
                 await self._relay(context, instance, answer, call)
                 return None
@@ -192,17 +192,17 @@ class OneInstanceHandler:
                 return self._note_lacking(context, instance, route)
             if answer.status == NOT_FOUND:
                 return self.instance_client.lacks_model(answer, body, instance)
-            if is_generation and is_aborted(route.api, body):
-                return self.instance_client.aborted(instance, call)
+            if is_generation and (refusal := find_refusal(route.api, body)):
+                return self.instance_client.refused_late(instance, call, refusal)
             context.send(HttpResponse(answer.status, forwarded_headers(answer.headers), body))
         return None
 
-    async def _is_aborted(self, route: Route, answer: UpstreamResponse) -> bool:
-        """Whether a stream, as soon as it shows what the instance does, ends without a token."""
+    async def _find_refusal(self, route: Route, answer: UpstreamResponse) -> str:
+        """Why a stream ends without a token; empty if it shows that the instance generates."""
         if not is_event_stream(answer):
-            return False
+            return ""
         start = await peek_start(answer, self.instance_client.options.timeouts.idle)
-        return is_aborted(route.api, start.data)
+        return find_refusal(route.api, start.data)
 
     async def _send(
         self, context: RequestContext, route: Route, instance: Instance

@@ -60,6 +60,7 @@ _KNOWN = (
     Route("/inference/v1/generate", _BOTH, Api.TOKENS),
     # These generate too, but their bodies (several chats, or a file) have no place for a ticket.
     Route("/v1/chat/completions/batch", _ONE),
+    Route("/v1/decisions", _ONE),
     Route("/v1/systemone", _ONE),
     Route("/generative_scoring", _ONE),
     Route("/v1/audio/*", _ONE),

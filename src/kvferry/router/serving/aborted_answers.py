@@ -1,8 +1,9 @@
-"""Recognises the answers without a token that vLLM gives to requests that arrive after SIGTERM.
+"""Recognises the answers with status 200 by which vLLM refuses a request before its first token.
 
-Pure. Such an answer has the status 200. A completion or chat has the finish reason `abort`.
-Messages and responses have no such reason, but they report 0 tokens of output, where every other
-answer reports at least one. No other field may decide: some repeat what the client wrote.
+Pure. vLLM aborts requests that arrive after SIGTERM: a completion or chat has the finish reason
+`abort`. Messages and responses have no such reason, but they report 0 tokens of output, where every
+other answer reports at least one. While vLLM is paused, a stream begins with an error whose code is
+503. No other field may decide: some repeat what the client wrote.
 """
 
 import msgspec
@@ -23,7 +24,14 @@ class _Response(msgspec.Struct, gc=False):
     usage: _Usage | None = None
 
 
+class _Error(msgspec.Struct, gc=False):
+    message: str = ""
+    type: str | None = None
+    code: int | str | None = None
+
+
 class _Answer(msgspec.Struct, gc=False):
+    error: _Error | None = None
     choices: list[_Choice] = []
     usage: _Usage | None = None
     response: _Response | None = None
@@ -33,19 +41,30 @@ class _Answer(msgspec.Struct, gc=False):
 _decoder = msgspec.json.Decoder(_Answer)
 
 
-def is_aborted(api: Api, data: bytes) -> bool:
-    """Whether the engine aborted the request before its first token. `data`: a complete answer, or
-    the first event of a stream that can have a token.
+_ABORTED = "is stopping: it aborted the request"
+_RETRYABLE = (503, "503")
+_OVERLOADED = "overloaded_error"
+"""The type of a 503 in errors of messages, which have no code."""
+
+
+def find_refusal(api: Api, data: bytes) -> str:
+    """What the engine did with a request that it refused; empty if it did not refuse. `data`: a
+    complete answer, or the first event of a stream that can have a token.
     """
     is_completion = api in (Api.OPENAI, Api.TOKENS)
     # Almost all completions end here, without being parsed.
-    if api is Api.OTHER or (is_completion and b'"abort"' not in data):
-        return False
+    has_mark = b'"abort"' in data or b'"error"' in data
+    if api is Api.OTHER or (is_completion and not has_mark):
+        return ""
     try:
         answer = _decoder.decode(data)
     except MALFORMED_JSON:
-        return False
+        return ""
+    if answer.error is not None:
+        is_retryable = answer.error.code in _RETRYABLE or answer.error.type == _OVERLOADED
+        return f"accepts no requests now: {answer.error.message}" if is_retryable else ""
     if is_completion:
-        return any(choice.finish_reason == "abort" for choice in answer.choices)
+        is_aborted = any(choice.finish_reason == "abort" for choice in answer.choices)
+        return _ABORTED if is_aborted else ""
     usage = answer.usage if answer.response is None else answer.response.usage
-    return usage is not None and usage.output_tokens == 0
+    return _ABORTED if usage is not None and usage.output_tokens == 0 else ""

@@ -360,7 +360,7 @@ class Dispatcher:
                 failure = result
                 asked.append(instance)
                 self.watcher.forget_mode(instance)
-                if not failure.is_refusal:
+                if failure.needs_prefill or not failure.is_refusal:
                     return replace(failure, needs_prefill=True)
             instance = self._choose(Role.DECODE, context, hints, asked)
         return failure or _no_instance(Role.DECODE, context)

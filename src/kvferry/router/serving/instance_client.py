@@ -41,6 +41,7 @@ from kvferry.router.serving.context import (
 from kvferry.router.serving.side_channel import PrefilledBlocks
 from kvferry.router.time_series import TimeSeries
 from kvferry.router.timeline import RequestEvent, Timeline
+from kvferry.web.errors import error_message
 
 UNAVAILABLE = 503
 """The HTTP status by which an instance refuses a leg."""
@@ -49,6 +50,8 @@ NOT_FOUND = 404
 LEADS_BACK = "its address leads back to this router; remove it from the fleet"
 _DEFAULT_RETRY_AFTER_S = 1
 _EXCERPT_CHARS = 300
+_PAUSED = "Generation is paused"
+"""How the 503 of a paused vLLM begins. It releases P's blocks, so no other D can take them."""
 _MAX_TARGETS = 4096
 _SILENT = "it answered neither the request nor health checks"
 _OF_THE_REQUEST = (UpstreamTimeout, AnswerTooLong)
@@ -189,7 +192,13 @@ class InstanceClient:
             )
         if answer.headers.get("retry-after") is None:
             headers.append(("Retry-After", str(_DEFAULT_RETRY_AFTER_S)))
-        return LegFailure(instance, message, HttpResponse(answer.status, headers, body), True)
+        return LegFailure(
+            instance,
+            message,
+            HttpResponse(answer.status, headers, body),
+            is_refusal=True,
+            needs_prefill=error_message(body).startswith(_PAUSED),
+        )
 
     def lacks_model(self, answer: UpstreamResponse, body: bytes, instance: Instance) -> LegFailure:
         """Turn a 404 into a `LegFailure`. LoRA adapters are loaded while engines serve, so engines
@@ -202,13 +211,13 @@ class InstanceClient:
             is_lacking=True,
         )
 
-    def aborted(self, instance: Instance, call: "TrackedLeg") -> LegFailure:
-        """Turn an answer that the engine aborted before its first token into a refusal: the engine
-        is about to end. It may have taken P's blocks, so a retry starts with the prefill leg.
+    def refused_late(self, instance: Instance, call: "TrackedLeg", what: str) -> LegFailure:
+        """Turn an answer without a token into a refusal (`find_refusal`). The engine may have taken
+        or released P's blocks, so a retry starts with the prefill leg.
         """
         call.outcome = Outcome.REFUSED
         self.metrics.refusals.add(instance.role, instance.url)
-        message = f"{instance} is stopping: it aborted the request"
+        message = f"{instance} {what}"
         answer = build_error_response(UNAVAILABLE, message, _DEFAULT_RETRY_AFTER_S)
         return LegFailure(instance, message, answer, is_refusal=True, needs_prefill=True)
 

@@ -26,7 +26,7 @@ from kvferry.router.fleet.instances import Instance, Outcome
 from kvferry.router.http.messages import AnswerTooLong, UpstreamDisconnected, UpstreamError
 from kvferry.router.http.pool import UpstreamResponse
 from kvferry.router.routes.table import Api
-from kvferry.router.serving.aborted_answers import is_aborted
+from kvferry.router.serving.aborted_answers import find_refusal
 from kvferry.router.serving.client_request import Handover, LegBody, read_prefill_answer
 from kvferry.router.serving.context import (
     HttpResponse,
@@ -144,9 +144,9 @@ class PrefillLeg:
             if answer.status != 200:
                 raise RemoteProtocolError(f"it answered with status {answer.status}")
             check_object(answer, text)
-            if is_aborted(context.client.api, text):
+            if refusal := find_refusal(context.client.api, text):
                 self.release_leg(instance, leg_id)
-                return self.instance_client.aborted(instance, call)
+                return self.instance_client.refused_late(instance, call, refusal)
             handover = read_prefill_answer(text)
             if context.facts is not None:
                 context.facts.note_prefill(context.request_id, text)
@@ -292,12 +292,13 @@ class DecodeLeg:
             if whole is not None and answer.status == NOT_FOUND:
                 call.outcome = Outcome.ANSWERED
                 return self.instance_client.lacks_model(answer, whole, instance)
+            begun = start.data if whole is None else whole
+            refusal = find_refusal(context.client.api, begun) if answer.status == 200 else ""
+            if refusal:
+                return self.instance_client.refused_late(instance, call, refusal)
             if start.is_error:
                 failure = await self._failed_stream(instance, answer, start.event)
                 return await self._explain(context, call, failure, leg_id)
-            begun = start.data if whole is None else whole
-            if answer.status == 200 and is_aborted(context.client.api, begun):
-                return self.instance_client.aborted(instance, call)
             call.outcome = Outcome.ANSWERED
             if has_begun is not None:
                 has_begun.set()
