@@ -128,6 +128,8 @@ def test_what_stands_beside_a_genuine_ticket_is_not_used(
         {"remote_block_ids": [list(range(50_000))], "remote_num_tokens": 10**9},
         {"remote_block_ids": {"a": [[]]}, "padding": "x" * 1_000_000, "transfer_mode": "push"},
         {str(number): number for number in range(5_000)},
+        {"remote_registration_generation": None},
+        {"remote_registration_generation": "x", "remote_engine_id": "prefill"},
         {
             "prompt_token_ids": [1, 2, 3],
             "_remote_blocks_processed": True,
