@@ -65,7 +65,6 @@ EXAMPLE_PARTS: dict[str, tuple[object, ...]] = {
     "register": (example.ExampleConnector.register_kv_caches,),
     "step": (
         example.ExampleConnector.start_load_kv,
-        example.ExampleConnector.wait_for_layer_load,
         example.ExampleConnector.save_kv_layer,
         example.ExampleConnector.wait_for_save,
     ),

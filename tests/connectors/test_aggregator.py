@@ -2,11 +2,15 @@
 repetition of the reports.
 """
 
+from collections import Counter
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.connectors.aggregator import KVOutputAggregator
 from kvferry.connectors.contract import KVConnectorOutput
+from kvferry.connectors.metadata import NixlWorkerMetadata
+from kvferry.connectors.offloading.metadata import OffloadingWorkerMetadata
 from kvferry.connectors.stats import TransferStats
 
 
@@ -98,3 +102,26 @@ def test_the_order_of_reports_does_not_matter(reports: list[tuple[int, str]]) ->
         finished += ranks.aggregate(outputs).finished_sending
     assert sorted(finished) == ["a", "b"]
     assert finished[-1] == reports[-1][1]
+
+
+def test_the_later_of_two_reports_of_one_rank_counts() -> None:
+    """vLLM passes on the report of a step that has failed with that of the next step."""
+    earlier = OffloadingWorkerMetadata(copied={0: 3}, timed_step=7, busy={0: True})
+    later = OffloadingWorkerMetadata(copied={0: 4}, timed_step=8, busy={0: False})
+    other_rank = OffloadingWorkerMetadata(copied={1: 4}, timed_step=8, busy={1: True})
+    whole = earlier.aggregate(later).aggregate(other_rank)
+    assert (whole.copied, whole.timed_step) == ({0: 4, 1: 4}, 8)
+    assert whole.busy == {0: False, 1: True}
+
+
+def test_what_one_rank_reports_in_two_steps_is_added_up() -> None:
+    earlier = NixlWorkerMetadata(Counter("a"), {"r": "full"}, {"t"}, {"f": "lost"})
+    whole = earlier.aggregate(NixlWorkerMetadata(Counter("b"))).aggregate(
+        NixlWorkerMetadata(Counter("ab"))
+    )
+    assert whole.reserved == {"a": 2, "b": 2}
+    assert (whole.refused, whole.being_read, whole.failed) == (
+        {"r": "full"},
+        {"t"},
+        {"f": "lost"},
+    )

@@ -34,7 +34,7 @@ from kvferry.connectors.multi.requests import RequestTable
 from kvferry.connectors.multi.scheduler import EngineView, MultiScheduler
 from kvferry.connectors.multi.transfers import RankTransfers
 from kvferry.connectors.multi.worker import MultiWorker
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, TransportError
 
 BLOCK = 4
 
@@ -423,6 +423,52 @@ def test_the_end_of_lmcaches_load_is_also_the_end_of_its_send() -> None:
     results, _ = worker.get_transfer_results({"r"})
     assert results.finished_recving == results.finished_sending == {"r"}
     assert worker.num_transfers == 0
+
+
+class Failing(Loader):
+    """A connector that fails in one call."""
+
+    def __init__(self, call: str) -> None:
+        self._call = call
+
+    def shutdown(self) -> None: ...
+
+    def start_load_kv(self, forward_context: object) -> None:
+        self._fail_in("start_load_kv")
+
+    def wait_for_save(self) -> None:
+        self._fail_in("wait_for_save")
+
+    def get_transfer_results(self, finished: set[str]) -> KVConnectorTransferResults:
+        self._fail_in("get_transfer_results")
+        return KVConnectorTransferResults()
+
+    def _fail_in(self, call: str) -> None:
+        if call == self._call:
+            raise OSError(call)
+
+
+def end_of_step(call: str, has_drafter: bool) -> set[int]:
+    """The blocks that a rank with two KV-cache groups reports as not loaded when a child fails."""
+    worker = MultiWorker(Children([Failing(call)], ["Failing"], [ChildTraits(0)]), num_groups=2)
+    worker.bind(MultiMetadata((object(),), sync_blocks={0: frozenset({3})}))
+    worker.start_load_kv(None)
+    if not has_drafter:
+        worker.wait_for_save()
+    worker.get_transfer_results(set())
+    invalid = worker.take_invalid_blocks()
+    if has_drafter:
+        worker.wait_for_save()
+    return invalid
+
+
+@pytest.mark.parametrize("has_drafter", [False, True])
+def test_a_child_that_fails_after_the_forward_pass_does_not_end_the_step(has_drafter: bool) -> None:
+    assert end_of_step("get_transfer_results", has_drafter) == {3}
+    # With a drafter, the child has said before that it filled the block.
+    assert end_of_step("wait_for_save", has_drafter) == (set() if has_drafter else {3})
+    with pytest.raises(TransportError, match="cannot take back single blocks"):
+        end_of_step("start_load_kv", has_drafter)
 
 
 def test_a_child_that_follows_lookups_sees_no_request_that_starts_over() -> None:

@@ -12,8 +12,9 @@ engine calls, in this order:
                -> get_transfer_results -> get_kv_connector_stats -> clear_connector_metadata
     scheduler  update_connector_output (aggregated over ranks) -> request_finished
 
-Steps without tokens make the same calls. Members that vLLM does not have are marked "kvferry only"
-and have a default.
+Steps without tokens make the same calls. If vLLM drafts tokens, `wait_for_save` follows after the
+results, because the drafter's layers run between them. Members that vLLM does not have are marked
+"kvferry only" and have a default.
 """
 
 from abc import ABC, abstractmethod

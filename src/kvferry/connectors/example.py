@@ -1,7 +1,7 @@
 """`ExampleConnector`: the KV of prompts in a shared folder. The connector to read first.
 
-P writes each prompt's KV while it computes the prompt; D reads the KV instead of computing it. Both
-do so layer by layer, within the steps of the engine, so slow storage makes the engine slow: use
+P writes each prompt's KV, layer by layer, while it computes the prompt; D reads the KV before the
+step that needs it. Both wait for the storage, so slow storage makes the engine slow: use
 `OffloadingConnector` in production. docs/writing-a-connector.md explains this module.
 """
 
@@ -77,7 +77,6 @@ class ExampleConnector(contract.KVConnectorBase_V1):
         self._num_unconfirmed = 0  # steps with loads that may not be over
         self._step = ExampleMetadata()
         self._caches: Mapping[str, Any] = {}
-        self._loaded_layers: set[str] = set()
         self._failed: list[PrefixBlocks] = []
         self._stats = OffloadStats()
 
@@ -163,19 +162,19 @@ class ExampleConnector(contract.KVConnectorBase_V1):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         assert isinstance(self._connector_metadata, ExampleMetadata)
-        self._step, self._loaded_layers, self._failed = self._connector_metadata, set(), []
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        cache = self._caches[layer_name]
-        for load in [load for load in self._step.loads if load not in self._failed]:
+        self._step, self._failed = self._connector_metadata, []
+        for load in self._step.loads:
             try:
-                data = self._ranks[0].read(load.key, layer_name)
-                rows = safetensors.torch.load(data)["kv"][load.first :][: len(load.block_ids)]
-                cache[load.block_ids] = rows.to(cache.device)
+                for layer, cache in self._caches.items():
+                    data = self._ranks[0].read(load.key, layer)
+                    rows = safetensors.torch.load(data)["kv"][load.first :][: len(load.block_ids)]
+                    cache[load.block_ids] = rows.to(cache.device)
             except OSError as error:
                 self._failed.append(load)
                 self._note("failed_loads", error)
-        self._loaded_layers.add(layer_name)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        return None
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kw: Any) -> None:
         for save in self._step.saves:
@@ -188,9 +187,7 @@ class ExampleConnector(contract.KVConnectorBase_V1):
             self._note("failed_stores" if error else "stores", error)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        is_complete = self._loaded_layers == self._caches.keys()
-        invalid = self._failed if is_complete else self._step.loads
-        return {block for load in invalid for block in load.block_ids}
+        return {block for load in self._failed for block in load.block_ids}
 
     def build_connector_worker_meta(self) -> LoadsEnded | None:
         return LoadsEnded() if self._step.loads else None

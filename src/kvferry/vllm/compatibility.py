@@ -53,6 +53,13 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
         raise ConfigError(
             f"kvferry does not transfer the KV of encoder-decoder models such as {model.model}"
         )
+    # vLLM itself refuses the option beside its own connectors between engines.
+    aux_output = getattr(vllm_config, "aux_output_config", None)
+    if aux_output is not None and aux_output.enable_return_routed_experts:
+        raise ConfigError(
+            "kvferry transfers KV without the experts that computed it, so a response could not "
+            "name the experts of a prompt; start vLLM without --enable-return-routed-experts"
+        )
     _check_groups(model.model, kv_cache_config.kv_cache_groups)
 
 

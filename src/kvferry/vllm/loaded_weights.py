@@ -72,6 +72,9 @@ class WeightsSample:
     """Whether a rank has other weights than at its start."""
 
     def aggregate(self, other: "WeightsSample") -> "WeightsSample":
+        if self.num_resets != other.num_resets:
+            # vLLM may pass on the report of a step that has failed with that of the next step.
+            return max(self, other, key=lambda sample: sample.num_resets)
         return WeightsSample(
             self.num_resets,
             _joined([self.checksums, other.checksums]),

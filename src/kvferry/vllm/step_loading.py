@@ -77,14 +77,10 @@ class StepLoadingConnector(StorageConnector):
 
     # -- worker --
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        # A layer that shares the cache of another layer is in no group.
-        if layer_name in self._layers:
-            super().wait_for_layer_load(layer_name)
-
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
+        # A layer that shares the cache of another layer is in no group.
         if layer_name in self._layers:
             super().save_kv_layer(layer_name, kv_layer, attn_metadata)
 

@@ -127,6 +127,7 @@ def vllm_config(model: str, name: str, settings: str) -> VllmConfig:
     if "kv_events_config" in arguments:
         arguments["kv_events_config"] = KVEventsConfig(**arguments["kv_events_config"])
     is_async, layout = arguments.pop("is_async", False), arguments.pop("layout", "LBHNC")
+    arguments.pop("has_drafter", None)
     state_mode = arguments.pop("state_mode", None)
     defaults = {
         "block_size": BLOCK,
@@ -162,6 +163,10 @@ class Answer:
     params: dict[str, Any] | None = None
 
 
+_Layer = tuple[str, int, KVCacheSpec]
+"""The name of a layer, its KV cache group and its spec."""
+
+
 @dataclass
 class _Work:
     """One request's share of a step, as the scheduler planned it: `num_tokens` tokens from `start`
@@ -180,7 +185,8 @@ class _Work:
 
 
 class Engine:
-    """Steps as vLLM's engine core does; with `is_async`, one step ahead of its worker.
+    """Steps as vLLM's engine core does; with `is_async`, one step ahead of its worker; with
+    `has_drafter`, the last layer is a drafter's.
 
     `answers`: what clients received; `loaded_tokens`: tokens that requests loaded from a peer;
     `moved_bytes`: bytes read for them so far; `computed`: how many tokens the worker has computed
@@ -198,6 +204,7 @@ class Engine:
         self.moved_bytes = 0
         self.computed: dict[str, int] = {}
         self._config = config
+        self._has_drafter = settings.get("has_drafter", False)
         self._sequences: dict[str, list[int]] = {}
         self._seeds: dict[str, int] = {}
         self._queue: deque[tuple[Any, list[_Work]]] = deque()
@@ -373,14 +380,15 @@ class Engine:
         )
         if output.has_sync_kv_loads:
             self.worker.start_load_kv(None)
-        for name, _, _ in self._layers if work else ():
-            self.worker.wait_for_layer_load(name)
-        sampled = [self._forward(part) for part in work]
-        for name, _, _ in self._layers if work else ():
-            self.worker.save_kv_layer(name, self.tensors[name], None)
+        drafts = self._has_drafter and bool(work)
+        own = len(self._layers) - drafts
+        values = [self._values(part) for part in work]
+        self._forward(self._layers[:own], work, values)
+        sampled = [self._sample(part) for part in work]
         if not output.has_sync_kv_loads:
             self.worker.start_load_kv(None)
-        self.worker.wait_for_save()
+        if not drafts:
+            self.worker.wait_for_save()
         results = self.worker.get_transfer_results(output.finished_req_ids)
         news = KVConnectorOutput(
             finished_sending=results.finished_sending,
@@ -391,6 +399,9 @@ class Engine:
             kv_cache_events=self.worker.get_kv_connector_kv_cache_events(),
             kv_connector_worker_meta=self.worker.build_connector_worker_meta(),
         )
+        if drafts:
+            self._forward(self._layers[own:], work, values)
+            self.worker.wait_for_save()
         self.worker.clear_connector_metadata()
         ids = [part.request_id for part in work]
         result = ModelRunnerOutput(
@@ -400,30 +411,43 @@ class Engine:
         assert whole is not None
         return whole
 
-    def _forward(self, work: _Work) -> list[int]:
+    def _values(self, work: _Work) -> torch.Tensor:
+        """Return the numbers of the tokens that are in the cache after the step."""
         if work.is_anew:
             self._sequences[work.request_id] = list(work.tokens)
         tokens = self._sequences[work.request_id]
         # vLLM has dropped what was generated from a load that failed.
         del tokens[work.num_kept :]
-        seed = self._seeds[work.request_id] + self._weights_seed
-        values = torch.tensor(slot_values(tokens, seed), dtype=torch.float32)
         end = self.computed[work.request_id] = work.start + work.num_tokens
-        for name, group, spec in self._layers:
-            if isinstance(spec, MambaSpec):
-                self._compute_state(self.tensors[name], spec, values[:end], work, group)
-                continue
-            self._compute_layer(
-                self.tensors[name],
-                spec.block_size,
-                values[:end],
-                first_visible_token(spec, work.start),
-                work,
-                work.blocks[group],
-            )
-        if end < len(tokens):
+        return torch.tensor(slot_values(tokens, self._seed(work))[:end], dtype=torch.float32)
+
+    def _seed(self, work: _Work) -> int:
+        return self._seeds[work.request_id] + self._weights_seed
+
+    def _forward(self, layers: list[_Layer], work: list[_Work], values: list[torch.Tensor]) -> None:
+        for name, _, _ in layers if work else ():
+            self.worker.wait_for_layer_load(name)
+        for part, numbers in zip(work, values, strict=True):
+            for name, group, spec in layers:
+                if isinstance(spec, MambaSpec):
+                    self._compute_state(self.tensors[name], spec, numbers, part, group)
+                    continue
+                self._compute_layer(
+                    self.tensors[name],
+                    spec.block_size,
+                    numbers,
+                    first_visible_token(spec, part.start),
+                    part,
+                    part.blocks[group],
+                )
+        for name, _, _ in layers if work else ():
+            self.worker.save_kv_layer(name, self.tensors[name], None)
+
+    def _sample(self, work: _Work) -> list[int]:
+        tokens = self._sequences[work.request_id]
+        if self.computed[work.request_id] < len(tokens):
             return []
-        tokens.append(next_token(tokens, seed))
+        tokens.append(next_token(tokens, self._seed(work)))
         return [tokens[-1]]
 
     def _compute_layer(

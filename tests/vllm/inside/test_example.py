@@ -38,13 +38,14 @@ def start(start_engine: StartEngine, tmp_path: Path) -> StartExample:
     return start
 
 
+@pytest.mark.parametrize("has_drafter", [False, True])
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [BLOCK, BLOCK + 1, 3 * BLOCK, 100])
 def test_d_loads_what_p_has_computed(
-    start: StartExample, kind: str, length: int, is_async: bool
+    start: StartExample, kind: str, length: int, is_async: bool, has_drafter: bool
 ) -> None:
-    p, d = (start(name, kind=kind, is_async=is_async) for name in "pd")
+    p, d = (start(name, kind=kind, is_async=is_async, has_drafter=has_drafter) for name in "pd")
     assert run(p, "a", prompt(length), max_tokens=1) == greedy(prompt(length), 1)
     assert run(d, "b", prompt(length)) == greedy(prompt(length), 4)
     assert d.loaded_tokens == (length - 1) // BLOCK * BLOCK

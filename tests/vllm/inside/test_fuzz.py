@@ -37,6 +37,7 @@ class World:
         self.policy = self.rng.choice(["fail", "recompute"])
         self.faults = self.rng.choice(FAULTS)
         self.is_async = self.rng.random() < 0.5
+        self.has_drafter = self.rng.random() < 0.5
         self.serial = 0
         self.deaths = 0
         self.prompts: dict[str, list[int]] = {}
@@ -64,6 +65,7 @@ class World:
             max_model_len=320,
             kv=kv,
             is_async=self.is_async,
+            has_drafter=self.has_drafter,
             **more,
         )
 

@@ -324,12 +324,14 @@ def test_vllms_offloading_gives_the_prefix_and_p_the_rest(
         "clear_connector_metadata",
     ],
 )
+@pytest.mark.parametrize("has_drafter", [False, True])
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_child_that_raises_harms_no_request(
-    start_engine: StartEngine, store: Store, call: str, is_async: bool
+    start_engine: StartEngine, store: Store, call: str, is_async: bool, has_drafter: bool
 ) -> None:
     p = start_engine("p", is_async=is_async)
-    d = start_engine("d", is_async=is_async, kv=multi(PULL, kept_in("d")))
+    kv = multi(PULL, kept_in("d"))
+    d = start_engine("d", is_async=is_async, has_drafter=has_drafter, kv=kv)
     put(d, store, 64)
     store.raising, store.calls = {call}, set()
     for name in ("b", "c", "e", "f"):

@@ -303,6 +303,7 @@ class World:
             "max_num_batched_tokens": rng.choice([64, 128, 2048]),
             "enable_prefix_caching": rng.random() < 0.6,
             "is_async": rng.random() < 0.5,
+            "has_drafter": rng.random() < 0.5,
             **({"kv_events_config": EVENTS} if seed % 2 else {}),
         }
         self.is_faulty = rng.random() < 0.5

@@ -166,6 +166,17 @@ def test_a_cache_that_may_move(
 
 
 @BOTH_ROLES
+def test_responses_that_name_the_experts(
+    config: VllmConfig, role: KVConnectorRole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not hasattr(config, "aux_output_config"):
+        pytest.skip("vLLM 0.30 refuses the option itself")
+    monkeypatch.setattr(config.aux_output_config, "enable_return_routed_experts", True)
+    with pytest.raises(ConfigError, match="without --enable-return-routed-experts"):
+        make(config, cache_of(FULL), role)
+
+
+@BOTH_ROLES
 def test_an_encoder_decoder_model(
     config: VllmConfig, role: KVConnectorRole, monkeypatch: pytest.MonkeyPatch
 ) -> None:

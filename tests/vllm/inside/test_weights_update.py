@@ -495,6 +495,12 @@ def ranks_of(layers: dict[str, torch.Tensor], tp_size: int) -> WeightsSample:
     return reduce(WeightsSample.aggregate, samples)
 
 
+def test_the_sample_of_the_last_reset_replaces_an_earlier_one() -> None:
+    """vLLM passes on the report of a step that has failed with that of the next step."""
+    earlier, later = (WeightsSample(number, {"norm": (number,)}, True) for number in (1, 2))
+    assert earlier.aggregate(later) == later.aggregate(earlier) == later
+
+
 @pytest.fixture
 def layers(start_engine: StartEngine) -> dict[str, torch.Tensor]:
     start_engine("first")  # It initialises vLLM's groups.

@@ -107,6 +107,8 @@ class MultiWorker:
         """The results of all children, and the failed requests of which only optional parts
         failed.
         """
+        # With a drafter, vLLM asks before `wait_for_save`; the model itself has run by then.
+        self._is_forward_over = True
         results = KVConnectorTransferResults()
         for child in self._children.enabled:
             part = self._children.call(
@@ -114,9 +116,7 @@ class MultiWorker:
             )
             errors = self._children.call(child, "get_block_ids_with_load_errors", is_decisive=True)
             if part is None or errors is None:
-                # The child has been disabled, and its loads have failed. What it loaded in this
-                # step may be incomplete as well.
-                self._invalid_blocks |= self._sync_blocks.get(child, frozenset())
+                # The child has been disabled, and its loads have failed.
                 continue
             if self._children.traits[child].reports_failed_blocks:
                 # A child may name blocks before those that it loads, which other requests use.
@@ -124,6 +124,10 @@ class MultiWorker:
                 errors = self._transfers.fail_blocks(child, errors, failure)
             self._invalid_blocks |= errors
             self._absorb(child, part, results)
+        for child in self._bound.difference(self._children.enabled):
+            # What a child loaded in the step that disabled it may be incomplete.
+            if not self._children.traits[child].provides_dummy_kv:
+                self._invalid_blocks |= self._sync_blocks.get(child, frozenset())
         excused = {
             load.request
             for load in self._transfers.take_loaded()

@@ -63,32 +63,33 @@ class OffloadingWorkerMetadata(KVConnectorWorkerMetadata):
     """By rank: no copy reads the blocks of any store up to this number (`StoresCopied`)."""
     timed_step: int | None = None
     """The step that has ended, if the scheduler measures it."""
-    is_busy: bool | None = None
-    """Whether a rank still stores or loads; None if that has not changed."""
+    busy: dict[int, bool] = field(default_factory=dict)
+    """By rank: whether it still stores or loads, if that has changed."""
     contents: list[tuple[int, ContentsChanged]] = field(default_factory=list)
     """What ranks have reported of their tiers, the reports of each rank in order."""
 
     @property
     def is_empty(self) -> bool:
         return (
-            not (self.failed or self.times or self.copied or self.contents)
+            not (self.failed or self.times or self.copied or self.busy or self.contents)
             and self.timed_step is None
-            and self.is_busy is None
         )
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "OffloadingWorkerMetadata":
+        """Of two reports of one rank, `other` is the later: vLLM may pass on the report of a step
+        that has failed with that of the next step.
+        """
         assert isinstance(other, OffloadingWorkerMetadata)
         failed = dict(self.failed)
         for request, load in other.failed.items():
             known = failed.get(request, FailedLoad(load.reason))
             failed[request] = FailedLoad(known.reason, (*known.missing, *load.missing))
-        busy = [each for each in (self.is_busy, other.is_busy) if each is not None]
         return OffloadingWorkerMetadata(
             failed,
             [*self.times, *other.times],
             self.copied | other.copied,
-            other.timed_step if self.timed_step is None else self.timed_step,
-            any(busy) if busy else None,
+            self.timed_step if other.timed_step is None else other.timed_step,
+            self.busy | other.busy,
             [*self.contents, *other.contents],
         )
 

@@ -67,7 +67,8 @@ class OffloadingScheduler:
         )
         self._tracked: dict[str, TrackedRequest] = {}
         self._event_log: KVEventLog | None = None
-        self._is_worker_busy = False
+        self._busy: dict[int, bool] = {}
+        """By rank: whether it stores or loads."""
 
     def publish_events(self, describe: DescribeBlocks) -> None:
         """Make KV events from now on; `describe` describes blocks as the engine's events do."""
@@ -197,8 +198,7 @@ class OffloadingScheduler:
     def _take_worker_metadata(self, metadata: OffloadingWorkerMetadata) -> None:
         self._loads.note_failures(metadata.failed)
         self._stores.note_copied(metadata.copied)
-        if metadata.is_busy is not None:
-            self._is_worker_busy = metadata.is_busy
+        self._busy |= metadata.busy
         if self._break_even is not None:
             for load_time in metadata.times:
                 self._break_even.note_load(load_time.seconds, load_time.bytes_by_tier)
@@ -220,7 +220,7 @@ class OffloadingScheduler:
     @property
     def is_worker_busy(self) -> bool:
         """Whether a rank still stores or loads, so that its counters are about to change."""
-        return self._is_worker_busy
+        return any(self._busy.values())
 
     def take_events(self) -> list[KVEvent]:
         return [] if self._event_log is None else self._event_log.take_events()

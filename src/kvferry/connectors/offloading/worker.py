@@ -128,7 +128,7 @@ class OffloadingWorker:
         metadata = self._worker_metadata
         is_busy = self._running_worker().is_busy
         if is_busy != self._was_busy:
-            metadata.is_busy = self._was_busy = is_busy
+            metadata.busy[self._config.parallel.tp_rank] = self._was_busy = is_busy
         if metadata.is_empty:
             return None
         self._worker_metadata = OffloadingWorkerMetadata()
