@@ -11,6 +11,7 @@ import uvloop
 from tests.router.stubs import (
     AS_ADMIN,
     PARAMS,
+    Behaviour,
     Stage,
     answers,
     completes,
@@ -57,6 +58,77 @@ def play(scene: Callable[[Stage], Awaitable[None]], *engines: Any, **settings: A
             await scene(s)
 
     uvloop.run(run())
+
+
+SECRET = "what-the-client-asked"
+ECHO = {"message": f"cannot serve {SECRET!r}", "type": "PickyError", "param": None, "code": 422}
+ECHO_EVENT = b"data: %b\n\n" % json.dumps({"error": ECHO}).encode()
+TOKEN_EVENT = b'data: {"choices":[{"index":0,"text":"a"}]}\n\n'
+CUT_OFF = answers(200, f'["{SECRET}')
+TWO = [SECRET, "b"]
+
+
+def says(status: int, **changed: Any) -> Behaviour:
+    return answers(status, json.dumps({"error": ECHO | changed}))
+
+
+@pytest.mark.parametrize(
+    ("p", "d", "more", "logged"),
+    [
+        (says(400), completes, {}, "answered 400: type=PickyError code=422"),
+        (prefills, says(400), {}, "answered 400: type=PickyError code=422"),
+        (says(400), completes, {"prompt": TWO}, "answered 400: type=PickyError code=422"),
+        (says(500), completes, {}, "status 500, type=PickyError code=422"),
+        (prefills, says(500), {}, "status 500, type=PickyError code=422"),
+        (prefills, says(500), {"prompt": TWO}, "status 500, type=PickyError code=422"),
+        (prefills, says(500, type=SECRET + " ", code=SECRET + "!"), {}, "status 500, bytes="),
+        (prefills, says(404), {}, "does not have the model: type=PickyError code=422"),
+        (prefills, says(503), {}, "accepts no requests now"),
+        (prefills, CUT_OFF, {}, "and a body of 23 bytes where a JSON object was expected"),
+        (CUT_OFF, completes, {}, "and a body of 23 bytes where a JSON object was expected"),
+        (
+            prefills,
+            streams([ECHO_EVENT]),
+            {"stream": True},
+            "begins with an error, type=PickyError",
+        ),
+        (
+            prefills,
+            streams([TOKEN_EVENT, ECHO_EVENT]),
+            {"stream": True, "prompt": TWO},
+            "an event is an error, type=PickyError code=422",
+        ),
+        (
+            prefills,
+            streams([ECHO_EVENT.replace(b"422", b"503")]),
+            {"stream": True},
+            "accepts no requests now",
+        ),
+    ],
+)
+def test_an_error_that_repeats_the_prompt_reaches_the_client_and_no_log(
+    p: Behaviour,
+    d: Behaviour,
+    more: dict[str, Any],
+    logged: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The control: logs have the status, and the error's type, code and length."""
+    caplog.set_level(logging.DEBUG, logger="kvferry")
+
+    async def scene(s: Stage) -> None:
+        _, _, body = await s.post({"prompt": SECRET} | more, X_Request_Id="mine")
+        assert SECRET in body.decode()
+        url = f"{s.url}/dashboard/requests/mine"
+        async with s.session.get(url, headers=AS_ADMIN) as page:
+            assert (page.status, SECRET in await page.text()) == (200, False)
+
+    play(scene, p, d, access_log=True, max_retries=1)
+    formatter = TextFormatter()
+    text = "\n".join(formatter.format(record) for record in caplog.records)
+    assert SECRET not in text
+    assert "outcome=" in text
+    assert logged in text
 
 
 def test_a_line_has_ids_instances_tokens_bytes_and_times(lines: Lines) -> None:

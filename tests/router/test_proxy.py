@@ -308,7 +308,7 @@ def test_a_client_that_leaves_while_the_second_p_computes_cancels_it() -> None:
 @pytest.mark.parametrize(
     ("behaviour", "sentence"),
     [
-        (answers(500, "boom"), "it answered with status 500: boom"),
+        (answers(500, "boom"), "it answered with status 500, bytes=4: boom"),
         (answers(302, "", Location="http://127.0.0.1:1/"), "it answered with status 302"),
         (answers(200, "{<html>}"), "its answer cannot be decoded"),
         (answers(200, '{"kv_transfer_params": 3}'), "its answer cannot be decoded"),

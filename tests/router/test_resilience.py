@@ -490,8 +490,7 @@ def test_an_instance_that_cannot_be_reached_costs_nobody_an_answer() -> None:
     uvloop.run(scene())
 
 
-def test_what_an_instance_says_is_one_line_in_a_log() -> None:
-    """Engines repeat text of clients, who could forge a log line with a line break in the text."""
+def test_what_an_instance_says_is_one_line_for_the_client() -> None:
     assert (
         excerpt(b"no\r\nINFO all is well\x1b[2J\xe2\x80\xa8\xff")
         == "no  INFO all is well [2J \ufffd"

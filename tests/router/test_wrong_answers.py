@@ -36,11 +36,11 @@ NO_JSON: dict[str, tuple[Behaviour, str]] = {
         "'Text/Event-Stream' where JSON",
     ),
     "endless stream": (streams([EVENT], then="hang"), "where JSON was expected"),
-    "page": (answers(200, "<html>", "text/html"), "'text/html' and the body b'<html>' where"),
+    "page": (answers(200, "<html>", "text/html"), "'text/html' and a body of 6 bytes where"),
     "no type": (without_type, "none and an empty body where a JSON object"),
     "empty": (answers(200, ""), "'application/json' and an empty body where a JSON object"),
-    "list": (answers(200, "[]"), "the body b'[]' where a JSON object was expected"),
-    "null": (answers(200, "null"), "the body b'null' where a JSON object was expected"),
+    "list": (answers(200, "[]"), "address is that of an engine: the body begins with b'[]'"),
+    "null": (answers(200, "null"), "a body of 4 bytes where a JSON object was expected"),
     "cut off": (answers(200, '{"choices":[{'), "where a JSON object was expected"),
 }
 NO_STREAM: dict[str, tuple[Behaviour, str]] = {

@@ -173,9 +173,9 @@ class RecentRequests:
         if self._live.pop(timeline, False) is not None:
             return
         timeline.ended, timeline.outcome, timeline.status = now, outcome, status
+        timeline.error = error[:MAX_TEXT_CHARS]
         self._ended.append(timeline)
         if outcome.is_error:
-            timeline.error = error[:MAX_TEXT_CHARS]
             self._failed.append(timeline)
             self.errors.note(status, error, now, timeline.request_id)
 

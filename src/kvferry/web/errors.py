@@ -3,6 +3,7 @@
 Pure. The engine and the router share the shape; each builds its own HTTP answers around it.
 """
 
+import re
 from http import HTTPStatus
 
 import msgspec
@@ -40,11 +41,22 @@ class _Message(msgspec.Struct):
     message: str
 
 
-class _AnyError(msgspec.Struct):
+class _MessageBody(msgspec.Struct):
     error: _Message
 
 
-_error_decoder = msgspec.json.Decoder(_AnyError)
+class _Kind(msgspec.Struct):
+    type: str | None = None
+    code: int | str | None = None
+
+
+class _KindBody(msgspec.Struct):
+    error: _Kind
+
+
+_message_decoder = msgspec.json.Decoder(_MessageBody)
+_kind_decoder = msgspec.json.Decoder(_KindBody)
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MAX_MESSAGE_CHARS = 1000
 
 
@@ -62,13 +74,30 @@ def error_message(body: bytes) -> str:
     """The message in an engine's error body or error event; the start of the text if it has another
     shape.
     """
-    # An event ends with an empty line, and further events may follow.
-    first = body[body.find(b"{") :].replace(b"\r\n", b"\n").partition(b"\n\n")[0]
     try:
-        message = _error_decoder.decode(first).error.message
+        message = _message_decoder.decode(_first_object(body)).error.message
     except MALFORMED_JSON:
         message = ""
     return (message or body.decode(errors="replace").strip())[:_MAX_MESSAGE_CHARS]
+
+
+def error_kind(body: bytes) -> str:
+    """The type and code of an error body or error event, and the length of the body. For logs: an
+    error's message may repeat the prompt.
+    """
+    try:
+        error = _kind_decoder.decode(_first_object(body)).error
+    except MALFORMED_JSON:
+        error = _Kind()
+    named = {"type": error.type or "", "code": "" if error.code is None else str(error.code)}
+    shown = [f"{name}={text}" for name, text in named.items() if _NAME.fullmatch(text)]
+    return " ".join([*shown, f"bytes={len(body)}"])
+
+
+def _first_object(body: bytes) -> bytes:
+    """The JSON object that the body is, or that its first event has as data."""
+    # An event ends with an empty line, and further events may follow.
+    return body[body.find(b"{") :].replace(b"\r\n", b"\n").partition(b"\n\n")[0]
 
 
 def _type_name(status: int) -> str:

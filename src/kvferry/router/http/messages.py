@@ -56,6 +56,11 @@ class InstanceSilent(UpstreamError):
 class InvalidResponse(UpstreamError):
     """The bytes from the instance cannot be parsed as a response."""
 
+    def __init__(self, message: str, details: str = "") -> None:
+        """`details`: what the instance wrote. For the client only: it may repeat a prompt."""
+        self.details = details
+        super().__init__(message)
+
 
 # -- limits --
 

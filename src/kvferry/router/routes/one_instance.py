@@ -19,7 +19,7 @@ from kvferry.router.http.messages import ServerRequest, UpstreamError
 from kvferry.router.http.pool import UpstreamResponse
 from kvferry.router.routes.response_ids import find_holder
 from kvferry.router.routes.table import Route, Service
-from kvferry.router.serving.aborted_answers import find_refusal
+from kvferry.router.serving.aborted_answers import Refusal, find_refusal
 from kvferry.router.serving.context import (
     HttpResponse,
     LegFailure,
@@ -100,7 +100,7 @@ class OneInstanceHandler:
                 break
         failure = failure or self._no_instance(context, route)
         context.error = failure.message
-        context.send(failure.answer or build_error_response(502, failure.message))
+        context.send(failure.response())
 
     def _holder(self, context: RequestContext, route: Route) -> Instance | HttpResponse | None:
         """The instance that stores the response that the request names; None if the request names
@@ -197,10 +197,10 @@ class OneInstanceHandler:
             context.send(HttpResponse(answer.status, forwarded_headers(answer.headers), body))
         return None
 
-    async def _find_refusal(self, route: Route, answer: UpstreamResponse) -> str:
-        """Why a stream ends without a token; empty if it shows that the instance generates."""
+    async def _find_refusal(self, route: Route, answer: UpstreamResponse) -> Refusal | None:
+        """Why a stream ends without a token; None if it shows that the instance generates."""
         if not is_event_stream(answer):
-            return ""
+            return None
         start = await peek_start(answer, self.instance_client.options.timeouts.idle)
         return find_refusal(route.api, start.data)
 

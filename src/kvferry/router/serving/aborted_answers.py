@@ -6,6 +6,8 @@ other answer reports at least one. While vLLM is paused, a stream begins with an
 503. No other field may decide: some repeat what the client wrote.
 """
 
+from dataclasses import dataclass
+
 import msgspec
 
 from kvferry.router.routes.table import Api
@@ -41,30 +43,39 @@ class _Answer(msgspec.Struct, gc=False):
 _decoder = msgspec.json.Decoder(_Answer)
 
 
-_ABORTED = "is stopping: it aborted the request"
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """What the engine did with a request that it refused."""
+
+    what: str
+    details: str = ""
+    """What the engine wrote, for the client only."""
+
+
+_ABORTED = Refusal("is stopping: it aborted the request")
 _RETRYABLE = (503, "503")
 _OVERLOADED = "overloaded_error"
 """The type of a 503 in errors of messages, which have no code."""
 
 
-def find_refusal(api: Api, data: bytes) -> str:
-    """What the engine did with a request that it refused; empty if it did not refuse. `data`: a
-    complete answer, or the first event of a stream that can have a token.
+def find_refusal(api: Api, data: bytes) -> Refusal | None:
+    """Whether the engine refused the request. `data`: a complete answer, or the first event of a
+    stream that can have a token.
     """
     is_completion = api in (Api.OPENAI, Api.TOKENS)
     # Almost all completions end here, without being parsed.
     has_mark = b'"abort"' in data or b'"error"' in data
     if api is Api.OTHER or (is_completion and not has_mark):
-        return ""
+        return None
     try:
         answer = _decoder.decode(data)
     except MALFORMED_JSON:
-        return ""
+        return None
     if answer.error is not None:
         is_retryable = answer.error.code in _RETRYABLE or answer.error.type == _OVERLOADED
-        return f"accepts no requests now: {answer.error.message}" if is_retryable else ""
+        return Refusal("accepts no requests now", answer.error.message) if is_retryable else None
     if is_completion:
         is_aborted = any(choice.finish_reason == "abort" for choice in answer.choices)
-        return _ABORTED if is_aborted else ""
+        return _ABORTED if is_aborted else None
     usage = answer.usage if answer.response is None else answer.response.usage
-    return _ABORTED if usage is not None and usage.output_tokens == 0 else ""
+    return _ABORTED if usage is not None and usage.output_tokens == 0 else None

@@ -32,7 +32,7 @@ from kvferry.router.serving.event_splitter import EventSplitter
 from kvferry.router.serving.first_token import CONTINUED_PATH, FirstToken
 from kvferry.router.timeline import RequestEvent, Timeline
 from kvferry.tracing.context import TraceContext, read_trace_context
-from kvferry.web.errors import error_body, error_message
+from kvferry.web.errors import error_body, error_kind, error_message
 
 _FIT = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 # Ids that clients see must be unique, not secret: knowing one grants no access. A seeded generator
@@ -84,6 +84,7 @@ class LegFailure:
     instance: Instance | None
     """The instance that failed. None: no instance was available."""
     message: str
+    """For the client, the log and the dashboard: without text that the instance wrote."""
     answer: HttpResponse | None = None
     """The instance's response, if there was one."""
     is_refusal: bool = False
@@ -102,6 +103,12 @@ class LegFailure:
     """D works, but could not use P's KV: a retry takes another P."""
     needs_prefill: bool = False
     """D could not use P's blocks, or had consumed them: a retry starts with the prefill leg."""
+    details: str = ""
+    """What the instance wrote, for the client only: engines repeat prompts in their errors."""
+
+    def response(self) -> HttpResponse:
+        """The instance's response if there is one for the client, else a 502 with the failure."""
+        return self.answer or build_error_response(502, with_details(self.message, self.details))
 
 
 @dataclass(slots=True)
@@ -203,14 +210,21 @@ class RequestContext:
             self.send(HttpResponse(200, [_JSON], first.body()))
         self.first_token, self.client = first, first.continued or self.client
 
+    def note_error(self, answer: HttpResponse) -> None:
+        """Keep the kind of an engine's error, unless the router knows why the request failed."""
+        if answer.status >= 400 and not self.error:
+            self.error = f"an engine answered {answer.status}: {error_kind(answer.body)}"
+
     def send(self, answer: HttpResponse) -> None:
         """Send a complete response to the client, or end a stream that has begun with P's token."""
         first = self.first_token
+        self.note_error(answer)
         if self.has_begun_early:
-            self.stream_error = error_message(answer.body) or "an engine failed"
+            self.stream_error = self.error or "an engine failed"
             # A stream whose first event is an error has the status 200.
             status = answer.status if answer.status >= 400 else 502
-            self.reply.put(error_event(status, self.stream_error))
+            message = error_message(answer.body) or "an engine failed"
+            self.reply.put(error_event(status, message))
             self.reply.end()
             return
         if first is not None and answer.status == 200:
@@ -251,8 +265,8 @@ class RequestContext:
         await relay_events(answer, idle_timeout_s, filter, pass_on)
         await self.reply.finish()
 
-    async def interrupt(self, status: int, message: str) -> None:
-        """End a stream that cannot be completed.
+    async def interrupt(self, status: int, message: str, details: str = "") -> None:
+        """End a stream that cannot be completed. `details`: what the instance wrote.
 
         The client gets an error event if the framing allows one, else the connection is aborted. A
         partial answer never looks complete.
@@ -261,6 +275,7 @@ class RequestContext:
         if not self.reply.can_write:
             self.reply.abort()
             return
+        message = with_details(message, details)
         await self.reply.write(error_event(status, message, self.client.api))
         await self.reply.finish()
 
@@ -343,6 +358,11 @@ def stream_headers(headers: Headers) -> list[tuple[str, str]]:
 # -- errors --
 # The router's own errors as complete responses. Pure. The format is that of an engine, because
 # refusals of engines are passed on; `shaped_answer` gives both the shape of the client's API.
+
+
+def with_details(message: str, details: str) -> str:
+    """The message for a client, with what the instance wrote."""
+    return f"{message}: {details}" if details else message
 
 
 def build_error_response(

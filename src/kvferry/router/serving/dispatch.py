@@ -106,7 +106,7 @@ class Dispatcher:
             # a new incarnation. The retry runs without the conversation's last turn.
             last_turn = None
         context.error = failure.message
-        answer = _final_response(failure)
+        answer = failure.response()
         # A fleet that is full or gone refuses many requests, and clients ask for models that it
         # does not have: these are counted, not logged.
         if answer.status not in (UNAVAILABLE, NOT_FOUND):
@@ -434,11 +434,4 @@ def _no_instance(role: Role, context: RequestContext) -> LegFailure:
         None,
         f"no {role} instance is available",
         build_error_response(503, f"no {role} instance is available; try again", 1),
-    )
-
-
-def _final_response(failure: LegFailure) -> HttpResponse:
-    """The instance's response if there is one for the client, else a 502 with the failure."""
-    return (
-        failure.answer if failure.answer is not None else build_error_response(502, failure.message)
     )

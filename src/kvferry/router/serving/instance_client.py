@@ -21,6 +21,7 @@ from kvferry.router.http.messages import (
     ConnectFailed,
     Headers,
     InstanceSilent,
+    InvalidResponse,
     UpstreamDisconnected,
     UpstreamError,
     UpstreamTimeout,
@@ -30,6 +31,7 @@ from kvferry.router.http.upstream_connection import OnLateResponse
 from kvferry.router.http.via import LOOP_DETECTED, via
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.options import RouterOptions
+from kvferry.router.serving.aborted_answers import Refusal
 from kvferry.router.serving.client_request import LegBody
 from kvferry.router.serving.context import (
     HttpResponse,
@@ -37,11 +39,12 @@ from kvferry.router.serving.context import (
     RequestContext,
     build_error_response,
     forwarded_headers,
+    with_details,
 )
 from kvferry.router.serving.side_channel import PrefilledBlocks
 from kvferry.router.time_series import TimeSeries
 from kvferry.router.timeline import RequestEvent, Timeline
-from kvferry.web.errors import error_message
+from kvferry.web.errors import error_kind, error_message
 
 UNAVAILABLE = 503
 """The HTTP status by which an instance refuses a leg."""
@@ -206,19 +209,20 @@ class InstanceClient:
         """
         return LegFailure(
             instance,
-            f"{instance} does not have the model: {excerpt(body)}",
+            f"{instance} does not have the model: {error_kind(body)}",
             HttpResponse(answer.status, forwarded_headers(answer.headers), body),
             is_lacking=True,
         )
 
-    def refused_late(self, instance: Instance, call: "TrackedLeg", what: str) -> LegFailure:
+    def refused_late(self, instance: Instance, call: "TrackedLeg", refusal: Refusal) -> LegFailure:
         """Turn an answer without a token into a refusal (`find_refusal`). The engine may have taken
         or released P's blocks, so a retry starts with the prefill leg.
         """
         call.outcome = Outcome.REFUSED
         self.metrics.refusals.add(instance.role, instance.url)
-        message = f"{instance} {what}"
-        answer = build_error_response(UNAVAILABLE, message, _DEFAULT_RETRY_AFTER_S)
+        message = f"{instance} {refusal.what}"
+        shown = with_details(message, refusal.details)
+        answer = build_error_response(UNAVAILABLE, shown, _DEFAULT_RETRY_AFTER_S)
         return LegFailure(instance, message, answer, is_refusal=True, needs_prefill=True)
 
     def failure(self, instance: Instance, error: Exception) -> LegFailure:
@@ -232,6 +236,7 @@ class InstanceClient:
         return LegFailure(
             instance,
             f"{instance} failed: {describe_error(error)}",
+            details=client_details(error),
             is_unsent=isinstance(error, ConnectFailed),
             is_final=isinstance(error, InstanceSilent) and error.is_suspect,
         )
@@ -244,23 +249,24 @@ class InstanceClient:
         D's error response is passed on to the client; P's is not, because the client does not
         know about P.
         """
-        body = await self.read_error_body(answer)
+        whole = await self.read_error_body(answer)
+        body = whole or b""
         refused_by = answer.headers.get(ROUTER_ID_HEADER.lower())
         if answer.status == LOOP_DETECTED and refused_by is not None:
-            return self._loop(instance, call, refused_by, body or b"")
+            return self._loop(instance, call, refused_by, body)
         call.error = f"it answered with status {answer.status}"
         self.metrics.failures.add(instance.role, instance.url)
-        is_for_client = body is not None and instance.role is Role.DECODE
         response = (
-            HttpResponse(answer.status, forwarded_headers(answer.headers), body or b"")
-            if is_for_client
+            HttpResponse(answer.status, forwarded_headers(answer.headers), body)
+            if whole is not None and instance.role is Role.DECODE
             else None
         )
         return LegFailure(
             instance,
-            f"{instance} failed: {call.error}: {excerpt(body or b'')}",
+            f"{instance} failed: {call.error}, {error_kind(body)}",
             response,
             needs_prefill=True,
+            details=excerpt(body),
         )
 
     def _loop(
@@ -277,7 +283,7 @@ class InstanceClient:
         call.outcome = Outcome.ABANDONED
         headers = [("Content-Type", "application/json"), (ROUTER_ID_HEADER, refused_by)]
         answer = HttpResponse(LOOP_DETECTED, headers, body)
-        message = f"{instance} refused the request: {excerpt(body)}"
+        message = f"{instance} refused the request: {error_kind(body)}"
         return LegFailure(instance, message, answer, is_final=True)
 
 
@@ -341,11 +347,13 @@ def describe_error(error: Exception) -> str:
     return str(error)
 
 
-def excerpt(body: bytes) -> str:
-    """The start of a body as one printable line.
+def client_details(error: Exception) -> str:
+    """What the instance wrote, for the client only; empty if the error has none of it."""
+    return error.details if isinstance(error, InvalidResponse) else ""
 
-    The excerpt goes into logs, and engines repeat text that clients wrote.
-    """
+
+def excerpt(body: bytes) -> str:
+    """The start of a body as one printable line, for the client."""
     text = "".join(
         sign if sign.isprintable() else " "
         for sign in body[: 4 * _EXCERPT_CHARS].decode(errors="replace")

@@ -41,8 +41,8 @@ from kvferry.router.serving.instance_client import (
     UNAVAILABLE,
     InstanceClient,
     TrackedLeg,
+    client_details,
     describe_error,
-    excerpt,
 )
 from kvferry.router.serving.push import PushSources
 from kvferry.router.serving.side_channel import PrefilledBlocks, wait_for_answer
@@ -55,7 +55,7 @@ from kvferry.router.serving.stream_start import (
 )
 from kvferry.router.timeline import RequestEvent
 from kvferry.types import Address
-from kvferry.web.errors import error_message
+from kvferry.web.errors import error_kind, error_message
 
 
 @dataclass(slots=True)
@@ -222,6 +222,7 @@ def _with_reason(failure: LegFailure, reason: str) -> LegFailure:
     return replace(
         failure,
         message=message,
+        details="",
         answer=build_error_response(502, message) if answer is not None else None,
     )
 
@@ -293,7 +294,7 @@ class DecodeLeg:
                 call.outcome = Outcome.ANSWERED
                 return self.instance_client.lacks_model(answer, whole, instance)
             begun = start.data if whole is None else whole
-            refusal = find_refusal(context.client.api, begun) if answer.status == 200 else ""
+            refusal = find_refusal(context.client.api, begun) if answer.status == 200 else None
             if refusal:
                 return self.instance_client.refused_late(instance, call, refusal)
             if start.is_error:
@@ -309,7 +310,7 @@ class DecodeLeg:
                 headers = forwarded_headers(answer.headers)
                 try:
                     self._send(context, call, HttpResponse(answer.status, headers, whole))
-                except RemoteProtocolError:
+                except (UpstreamError, RemoteProtocolError):
                     call.outcome = Outcome.FAILED
                     held.reclaim()
                     raise
@@ -337,14 +338,12 @@ class DecodeLeg:
     async def _failed_stream(
         self, instance: Instance, answer: UpstreamResponse, event: bytes
     ) -> LegFailure:
-        """The failure of a stream whose first event with content is an error. Only this event is
-        logged: those before it may repeat the client's instructions.
-        """
+        """The failure of a stream whose first event with content is an error."""
         error = event + b"\n"
         self.instance_client.metrics.failures.add(instance.role, instance.url)
         body = await self.instance_client.read_error_body(answer) or error
         response = HttpResponse(answer.status, forwarded_headers(answer.headers), body)
-        message = f"{instance} failed: {excerpt(error)}"
+        message = f"{instance} failed: its stream begins with an error, {error_kind(error)}"
         return LegFailure(instance, message, response, needs_prefill=True)
 
     def _note_used(self, context: RequestContext, held: PrefilledBlocks) -> None:
@@ -423,13 +422,15 @@ class DecodeLeg:
             else:
                 call.outcome = Outcome.FAILED
                 self.instance_client.metrics.failures.add(instance.role, instance.url)
-            await self._interrupt(context, instance, describe_error(error))
+            await self._interrupt(context, instance, error)
 
-    async def _interrupt(self, context: RequestContext, instance: Instance, what: str) -> None:
+    async def _interrupt(
+        self, context: RequestContext, instance: Instance, error: UpstreamError
+    ) -> None:
         """Report that D's stream broke off."""
-        message = f"{instance} did not complete its answer: {what}"
+        message = f"{instance} did not complete its answer: {describe_error(error)}"
         _log.warning("stream aborted request=%s: %s", context.request_id, message)
-        await context.interrupt(502, message)
+        await context.interrupt(502, message, client_details(error))
 
 
 class _DoneChecker:

@@ -27,10 +27,11 @@ from kvferry.router.serving.context import (
     build_error_response,
     relay_events,
     stream_headers,
+    with_details,
 )
 from kvferry.router.serving.event_splitter import event_data
 from kvferry.router.timeline import RequestEvent, Timeline
-from kvferry.web.errors import MALFORMED_JSON, error_message
+from kvferry.web.errors import MALFORMED_JSON, error_kind, error_message
 
 MAX_AT_ONCE = 16
 """Prompts of one request that run at the same time."""
@@ -83,7 +84,8 @@ class JoinedAnswer:
 
     def event(self, number: int, event: bytes) -> bytes:
         """One event of a prompt's stream as an event of the joined stream; empty if the joined
-        stream has no such event. RemoteProtocolError if the event is an error or is malformed.
+        stream has no such event. InvalidResponse if the event is an error, RemoteProtocolError if
+        it is malformed.
         """
         data = event_data(event)
         if not data or data == _DONE:
@@ -110,7 +112,9 @@ class JoinedAnswer:
         try:
             fields = _decoder.decode(data)
             if "error" in fields:
-                raise RemoteProtocolError(error_message(data))
+                raise InvalidResponse(
+                    f"an event is an error, {error_kind(data)}", error_message(data)
+                )
             choices = _choices_decoder.decode(fields.get("choices", b""))
             for choice in choices:
                 index = _index_decoder.decode(choice.get("index", b"0"))
@@ -147,10 +151,12 @@ def _add_counts(into: dict[str, Any], more: dict[str, Any]) -> None:
 class _PromptFailed(Exception):
     """One prompt has failed, and with it the request."""
 
-    def __init__(self, number: int, answer: HttpResponse) -> None:
+    def __init__(self, number: int, answer: HttpResponse, error: str) -> None:
         super().__init__(number)
         self.status = answer.status if answer.status >= 400 else 502
         self.message = f"prompt {number}: {error_message(answer.body)}"
+        self.error = f"prompt {number}: {error}"
+        """The message for logs, without text that an engine wrote."""
         self.retry = [pair for pair in answer.headers if pair[0].lower() == "retry-after"]
 
 
@@ -177,6 +183,7 @@ class _PromptContext(RequestContext):
 
     def send(self, answer: HttpResponse) -> None:
         if answer.status != 200:
+            self.note_error(answer)
             self.failure = answer
             return
         self.joined.add(self.number, answer.body)
@@ -205,8 +212,9 @@ class _PromptContext(RequestContext):
         if not is_complete:  # the joined stream would end as if all of it had arrived
             raise InvalidResponse("its stream ended before its last event")
 
-    async def interrupt(self, status: int, message: str) -> None:
-        self.failure = build_error_response(status, message)
+    async def interrupt(self, status: int, message: str, details: str = "") -> None:
+        self.error = message
+        self.failure = build_error_response(status, with_details(message, details))
 
 
 @dataclass(slots=True)
@@ -261,8 +269,9 @@ class PromptsServer:
             raise error
         if self.context.is_started:
             await self.context.interrupt(error.status, error.message)
+            self.context.stream_error = error.error
         else:
-            self.context.error = error.message
+            self.context.error = error.error
             self.context.send(
                 build_error_response(error.status, error.message, headers=error.retry)
             )
@@ -315,7 +324,7 @@ class PromptsServer:
             for mark in timeline.marks:
                 whole.timeline.mark(*mark)
         if context.failure is not None:
-            raise _PromptFailed(number, context.failure)
+            raise _PromptFailed(number, context.failure, context.error)
 
     async def _write(self, events: bytes, headers: Iterable[tuple[str, str]]) -> None:
         # One prompt at a time: while the client does not read, the others wait for the lock and

@@ -9,7 +9,6 @@ the client a byte: until then another instance can be asked.
 import re
 from dataclasses import dataclass
 
-from kvferry.errors import RemoteProtocolError
 from kvferry.router.http.messages import InvalidResponse
 from kvferry.router.http.pool import UpstreamResponse
 from kvferry.router.serving.event_splitter import event_data
@@ -50,7 +49,7 @@ def is_event_stream(answer: UpstreamResponse) -> bool:
 
 
 def check_kind(answer: UpstreamResponse, *, is_streamed: bool) -> None:
-    """Raise RemoteProtocolError if an engine answers a stream where JSON was requested, or the
+    """Raise InvalidResponse if an engine answers a stream where JSON was requested, or the
     reverse. An answer with an error may have either form.
     """
     if answer.status == 200 and is_event_stream(answer) is not is_streamed:
@@ -58,22 +57,26 @@ def check_kind(answer: UpstreamResponse, *, is_streamed: bool) -> None:
 
 
 def check_object(answer: UpstreamResponse, body: bytes) -> None:
-    """Raise RemoteProtocolError if the body of a successful answer cannot be a JSON object. A body
+    """Raise InvalidResponse if the body of a successful answer cannot be a JSON object. A body
     in another encoding (gzip) is not looked at.
     """
     if answer.headers.get("content-encoding") is not None:
         return
     ends = body[:_MAX_SPACE].lstrip()[:1] + body[-_MAX_SPACE:].rstrip()[-1:]
     if ends != b"{}":
-        shown = "an empty body" if not body else f"the body {body[:_SHOWN_BYTES]!r}"
-        raise _unexpected(answer, "a JSON object", f" and {shown}")
+        shown = f"a body of {len(body)} bytes" if body else "an empty body"
+        details = f"the body begins with {body[:_SHOWN_BYTES]!r}" if body else ""
+        raise _unexpected(answer, "a JSON object", f" and {shown}", details)
 
 
-def _unexpected(answer: UpstreamResponse, expected: str, more: str = "") -> RemoteProtocolError:
+def _unexpected(
+    answer: UpstreamResponse, expected: str, more: str = "", details: str = ""
+) -> InvalidResponse:
     kind = ascii(_content_type(answer)[:_SHOWN_BYTES]) if _content_type(answer) else "none"
-    return RemoteProtocolError(
+    return InvalidResponse(
         f"it answered with the content type {kind}{more} where {expected} was expected; check that "
-        "its address is that of an engine"
+        "its address is that of an engine",
+        details,
     )
 
 
