@@ -412,6 +412,11 @@ def test_vllms_names_set_the_size_of_the_tier_cpu(
     assert extra.store_after() == {"cpu": 1}
 
 
+def test_vllms_settings_that_are_off_are_accepted() -> None:
+    off = {"secondary_tiers": [], "canonical_layout": "False", "sync_load_budget_bytes": 0}
+    KVTransferConfig.from_mapping(offloading(cpu_bytes_to_use=1, **off))
+
+
 def test_block_size_sets_the_tokens_of_a_chunk() -> None:
     extra = KVTransferConfig.from_mapping(offloading(cpu_bytes_to_use=1, block_size=48)).extra
     assert isinstance(extra, OffloadingExtraConfig)
@@ -428,6 +433,11 @@ def test_block_size_sets_the_tokens_of_a_chunk() -> None:
         ({"block_size": "16"}, "block_size must be "),
         ({"eviction_policy": "lur"}, 'eviction_policy is "lur"; '),
         ({"spec_name": "MySpec"}, 'spec_name is "MySpec"; only vLLM\'s own OffloadingConnector'),
+        ({"secondary_tiers": [{"type": "fs"}]}, "secondary_tiers is for vLLM's own "),
+        ({"backpressure": {"failure_threshold": 3}}, "backpressure is for vLLM's own "),
+        ({"tier_poll_interval_s": 0.01}, "tier_poll_interval_s is for vLLM's own "),
+        ({"canonical_layout": True}, "canonical_layout is not supported: "),
+        ({"sync_load_budget_bytes": 4096}, "sync_load_budget_bytes is not supported: "),
         ({"num_cpu_blocks": 1}, "cpu_bytes_to_use and num_cpu_blocks both set the size"),
         ({"tiers": [{"cpu": "1MiB"}]}, "tiers has a tier cpu, and cpu_bytes_to_use or "),
         ({"cpu_bytes_to_use": "much"}, "cpu_bytes_to_use must be a number of bytes or a text like"),

@@ -34,6 +34,23 @@ Tiers = Annotated[tuple[Any, ...], Meta(description="a list of objects with one 
 MOONCAKE_PROTOCOLS = ("tcp", "rdma")
 EVICTION_POLICIES = ("lru", "arc")
 SPECS = ("CPUOffloadingSpec", "TieringOffloadingSpec")
+ONLY_OFF: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            "spec_module_path",
+            "cache_policy_module_path",
+            "secondary_tiers",
+            "backpressure",
+            "tier_poll_interval_s",
+        ),
+        "is for vLLM's own OffloadingConnector; remove it and use tiers, or remove "
+        "kv_connector_module_path",
+    ),
+    "canonical_layout": "is not supported: a chunk is found only by engines of the same "
+    "tensor-parallel size; remove it",
+    "sync_load_budget_bytes": "is not supported: loads run between the engine's steps; remove it",
+}
+"""Keys of vLLM that are accepted only without effect, with the reason."""
 
 
 # -- tiers --
@@ -265,21 +282,11 @@ class OffloadingExtraConfig(ExtraConfig):
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any], connector: str) -> Self:
-        for key in ("spec_module_path", "cache_policy_module_path", "secondary_tiers"):
-            if mapping.get(key):
-                raise ConfigError(
-                    f"{key} is for vLLM's own OffloadingConnector; remove it and use tiers, or "
-                    "remove kv_connector_module_path"
-                )
-        if mapping.get("canonical_layout") not in (None, False, "False", "false"):
-            raise ConfigError(
-                "canonical_layout is not supported: a chunk is found only by engines of the same "
-                "tensor-parallel size; remove it"
-            )
-        known = {f.name for f in fields(cls)}
-        ignored = ("spec_module_path", "cache_policy_module_path", "secondary_tiers")
-        kept = {k: v for k, v in mapping.items() if k not in (*ignored, "canonical_layout")}
-        refuse_unknown_keys(kept, known, connector)
+        for key, reason in ONLY_OFF.items():
+            if mapping.get(key) not in (None, False, "", "False", "false", [], {}):
+                raise ConfigError(f"{key} {reason}")
+        kept = {key: value for key, value in mapping.items() if key not in ONLY_OFF}
+        refuse_unknown_keys(kept, [f.name for f in fields(cls)], connector)
         if "tiers" in kept:
             kept["tiers"] = _read_tiers(kept["tiers"])
         return cls(**kept)

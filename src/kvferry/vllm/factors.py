@@ -79,6 +79,10 @@ COMPARED_VARIABLES = (
 """Environment variables that quantise activations, replace the routing of experts or arrange the
 bytes of a block.
 """
+COMPARED_IF_SET = ("VLLM_ROCM_MUSE_MOE_ONLINE_QUANT",)
+"""Variables that earlier versions of kvferry or vLLM do not know: a factor that only one side
+reports counts as a difference, so these are reported only where they have an effect.
+"""
 ORIGIN_KEYS = ("_commit_hash", "_name_or_path", "transformers_version")
 """Keys that name the origin of a configuration, at any depth."""
 IRRELEVANT_KEYS = (
@@ -171,6 +175,7 @@ def _settings(vllm_config: Any) -> dict[str, Factor]:
         **named_factors("config.", _configuration(model.hf_config)),
         **named_factors("", _options(vllm_config)),
         **named_factors("", {name: getattr(envs, name) for name in COMPARED_VARIABLES}),
+        **{name: value for name in COMPARED_IF_SET if (value := getattr(envs, name, ""))},
         **_length_factors(model),
         **_lora_factors(vllm_config),
         **_processor_factors(vllm_config),

@@ -266,6 +266,13 @@ class Engine:
         return bool(self.scheduler.reset_prefix_cache(reset_connector=True))
 
     def add(
+        self, request_id: str, tokens: Sequence[int] | None, params: Any = None, **more: Any
+    ) -> Request:
+        request = self.request(request_id, tokens, params, **more)
+        self.admit(request)
+        return request
+
+    def request(
         self,
         request_id: str,
         tokens: Sequence[int] | None,
@@ -275,7 +282,7 @@ class Engine:
         seed: int = 0,
         **more: Any,
     ) -> Request:
-        """Add a request. `seed` stands for everything that gives the same tokens another KV (salt,
+        """Make a request. `seed` stands for everything that gives the same tokens another KV (salt,
         LoRA, embeddings); `more` are further arguments of the request.
         """
         stop = more.pop("stop_token_ids", None)
@@ -297,10 +304,12 @@ class Engine:
         )
         self.answers[request_id] = Answer()
         self._seeds[request_id] = seed
+        return request
+
+    def admit(self, request: Request) -> None:
         self.scheduler.add_request(request)
         if request.abort_immediately:
-            self.abort(request_id)
-        return request
+            self.abort(request.request_id)
 
     def abort(self, *request_ids: str) -> None:
         self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)

@@ -27,7 +27,12 @@ from vllm.model_executor.layers import rotary_embedding
 
 import vllm
 from kvferry.protocol.messages import WIRE_VERSION, Factor
-from kvferry.vllm.factors import COMPARED_OPTIONS, COMPARED_VARIABLES, model_identity
+from kvferry.vllm.factors import (
+    COMPARED_IF_SET,
+    COMPARED_OPTIONS,
+    COMPARED_VARIABLES,
+    model_identity,
+)
 from kvferry.vllm.release import cache_release, release
 from vllm import envs
 
@@ -249,7 +254,7 @@ def test_the_files_of_an_image_processor_are_compared(
     }
 
 
-@pytest.mark.parametrize("name", COMPARED_VARIABLES)
+@pytest.mark.parametrize("name", [*COMPARED_VARIABLES, *COMPARED_IF_SET])
 def test_variables_that_change_kv_are_compared(
     model: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -5,6 +5,7 @@ The engines compare every slot that a forward would read with the right number; 
 check at the end of a test.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tests.vllm.inside.conftest import StartEngine
 from tests.vllm.inside.engines import BLOCK, Engine, next_token, run_until
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.request import RequestStatus
 
 import vllm
@@ -345,6 +347,75 @@ def test_a_request_rejected_on_arrival_leaves_nothing(
     p, d = pair
     d.add("b", prompt(100), params or p.prefill("a", prompt(100)), abort_immediately=True)
     settle(p, d)
+
+
+@pytest.mark.parametrize("connector", ["NixlConnector", "NixlPushConnector"])
+@pytest.mark.parametrize("is_asleep", ["p", "d"])
+def test_a_request_that_a_paused_engine_rejects_leaves_nothing(
+    start_engine: StartEngine, connector: str, is_asleep: str
+) -> None:
+    """Since 0.33, the engine core itself rejects requests that arrive in a pause. It lets the
+    connector release what a peer holds for them.
+    """
+    kv = {"kv_connector": connector}
+    p, d = start_engine("p", kv=kv), start_engine("d", kv=kv)
+    paused = {"p": p, "d": d}[is_asleep]
+    paused.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    if paused is p:
+        reject(p, "a", {"do_remote_decode": True})
+    else:
+        params = p.prefill("a", prompt(100))
+        run_until(lambda: p.transfer_worker.leases == 1, p)
+        for _ in range(20):
+            p.step()
+            d.step()
+        assert p.remains()["used blocks"] == 4
+        reject(d, "b", params)
+    settle(p, d)
+    assert paused.scheduler.pause_state is PauseState.PAUSED_NEW
+
+
+def reject(engine: Engine, request_id: str, params: dict[str, Any]) -> None:
+    """Let a request arrive at an engine whose core rejects new requests."""
+    request = engine.request(request_id, prompt(100), params)
+    if hasattr(EngineCoreProc, "_reject_add_while_paused"):
+        said: list[Any] = []
+        core = SimpleNamespace(
+            reject_new_requests=True,
+            scheduler=engine.scheduler,
+            add_request=engine.admit,
+            _send_finish_outputs_to_client=lambda *output: said.append(output[-1]),
+        )
+        assert EngineCoreProc._reject_add_while_paused(core, request)  # noqa: SLF001
+        assert [error.code for error in said] == ["engine_paused"]
+    else:
+        request.abort_immediately = True
+        engine.admit(request)
+    assert engine.answers[request_id].finish == "abort"
+
+
+def test_a_request_that_is_asked_for_often_loads_once(
+    pair: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM asks again in every step in which it could not schedule the request."""
+    p, d = pair
+    commands: list[str] = []
+    bind = d.worker.bind_connector_metadata
+
+    def bind_and_note(metadata: Any) -> None:
+        commands.extend(type(command).__name__ for command in metadata.inner.commands)
+        bind(metadata)
+
+    monkeypatch.setattr(d.worker, "bind_connector_metadata", bind_and_note)
+    for name, num_asked in (("b", 1), ("c", 100)):
+        request = d.add(name, prompt(100), p.prefill(f"p of {name}", prompt(100)))
+        for _ in range(num_asked):
+            assert d.scheduler.connector.get_num_new_matched_tokens(request, 0) == (100, True)
+        assert finish(d, name, p) == greedy(prompt(100), 4)
+        settle(p, d)
+        assert commands == ["PrepareLoad", "StartLoad"]
+        commands.clear()
+        assert d.scheduler.reset_prefix_cache()
 
 
 def test_d_preempts_after_the_load(pair: tuple[Engine, Engine]) -> None:
