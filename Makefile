@@ -4,9 +4,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvferry-setup
-# The torch of pyproject.toml, installed first and alone so that a CPU build on offer satisfies the rest.
+# The torch of constraints.txt, installed first and alone: a build for CPUs satisfies the pin too, where an index offers one.
 # For builds from elsewhere: make setup TORCH_FLAGS='--index-url URL'
-TORCH := $(shell sed -n 's/^ *"\(torch>[^"]*\)".*/\1/p' pyproject.toml)
+TORCH := $(shell grep '^torch==' constraints.txt)
 TORCH_FLAGS ?=
 # The releases that kvferry is tested with, oldest first. Each has an environment of its own: the newest .venv-vllm, 0.31.0
 # .venv-vllm-0.31.0. Tests with real vLLM use the one of VLLM_VERSION.
@@ -141,8 +141,8 @@ compatibility: $(STAMP)  ## run every pair of cache forms, and hybrid models in 
 	KVFERRY_WRITE_COMPATIBILITY=1 $(BIN)/python -m pytest --exhaustive tests/compatibility tests/vllm/test_hybrid.py $(PYTEST_FLAGS)
 
 constraints: $(STAMP)  ## write constraints.txt from what is installed
-	@{ echo "# Versions the tests passed with; torch is held by its range alone. Written by make constraints."; \
-	   $(BIN)/python -m pip freeze --exclude-editable --exclude torch --exclude kvferry | grep -v -i '^nvidia\|^triton\|^cuda'; } > constraints.new
+	@{ echo "# Versions the tests passed with. Written by make constraints."; \
+	   $(BIN)/python -m pip freeze --exclude-editable --exclude kvferry | grep -v -i '^nvidia\|^triton\|^cuda' | sed '/^torch==/s/+.*//'; } > constraints.new
 	@mv constraints.new constraints.txt
 
 clean:  ## remove the environment and what tools left
