@@ -14,7 +14,6 @@ from tests.router.stubs import (
     PARAMS,
     Behaviour,
     Stage,
-    answers,
     completes,
     hangs,
     prefills,
@@ -27,7 +26,8 @@ from kvferry.router.options import RouterOptions
 from kvferry.router.serving.legs import FailureQuery
 
 NEW_WEIGHTS = "new weights"
-INTERNAL = answers(500, '{"error": {"message": "Internal server error"}}')
+FAILED_LEGS: set[str] = set()
+"""The legs whose transfer failed, as the engines' side channels know them."""
 DEFAULT = RouterOptions().routing
 AS_BY_DEFAULT: dict[str, Any] = {
     name: getattr(DEFAULT, name) for name in ("prefill_policy", "decode_policy", "max_retries")
@@ -41,10 +41,24 @@ def computes_with(weights: str) -> Behaviour:
     return behave
 
 
-async def has_old_weights(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+async def fails(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
     """Answers as vLLM does if KV cannot be loaded."""
-    if body.get("kv_transfer_params", {}).get("ticket") == NEW_WEIGHTS:
-        return web.json_response({"error": {"message": "Internal server error"}}, status=500)
+    FAILED_LEGS.add(body["kv_transfer_params"]["leg_id"])
+    return web.json_response({"error": {"message": "Internal server error"}}, status=500)
+
+
+def is_of_new_weights(body: dict[str, Any]) -> bool:
+    return bool(body.get("kv_transfer_params", {}).get("ticket") == NEW_WEIGHTS)
+
+
+async def has_old_weights(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    return await (fails if is_of_new_weights(body) else completes)(request, body)
+
+
+async def recomputes(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    """Answers as vLLM with the policy `recompute` does: it computes what it cannot load."""
+    if is_of_new_weights(body):
+        FAILED_LEGS.add(body["kv_transfer_params"]["leg_id"])
     return await completes(request, body)
 
 
@@ -54,11 +68,16 @@ async def states(s: Stage) -> list[str]:
 
 
 async def is_known(_: Instance, leg_id: str) -> str:
-    return "P computed the KV with other weights"
+    return "P computed the KV with other weights" if leg_id in FAILED_LEGS else ""
 
 
 async def is_unknown(_: Instance, leg_id: str) -> str:
     return ""
+
+
+async def is_known_of_failures(_: Instance, leg_id: str) -> str | None:
+    """The other engines' side channels do not reply."""
+    return await is_known(_, leg_id) or None
 
 
 def test_a_p_that_no_d_understands_costs_a_retry_and_ejects_no_d() -> None:
@@ -75,6 +94,30 @@ def test_a_p_that_no_d_understands_costs_a_retry_and_ejects_no_d() -> None:
             assert [(await s.post({"prompt": prompt}))[0] for prompt in prompts] == [200] * 18
             assert len(s.p.calls) > 3, "some requests went to the P with new weights first"
             assert set(await states(s)) == {"healthy"}
+
+    uvloop.run(scene())
+
+
+@pytest.mark.parametrize(
+    ("other", "ask", "num_ejected"),
+    [
+        (recomputes, is_known, 0),
+        # The controls: this D loads the KV, and no D is believed that says nothing about the load.
+        (completes, is_known, 1),
+        (completes, is_known_of_failures, 0),
+    ],
+)
+def test_only_a_d_that_has_loaded_ps_kv_shows_that_the_kv_is_good(
+    other: Behaviour, ask: FailureQuery, num_ejected: int
+) -> None:
+    """One D has the policy `fail`, the other answers every request."""
+
+    async def scene() -> None:
+        async with stage(
+            computes_with(NEW_WEIGHTS), [has_old_weights, other], ask_failure=ask, max_retries=1
+        ) as s:
+            assert [(await s.post({"prompt": "a"}))[0] for _ in range(12)] == [200] * 12
+            assert (await states(s)).count("ejected") == num_ejected
 
     uvloop.run(scene())
 
@@ -164,7 +207,7 @@ def test_a_request_whose_kv_no_d_can_use_is_retried_once_more_than_max_retries(
 ) -> None:
     async def scene() -> None:
         async with stage(
-            [prefills] * 12, [INTERNAL] * 4, ask_failure=is_known, max_retries=max_retries
+            [prefills] * 12, [fails] * 4, ask_failure=is_known, max_retries=max_retries
         ) as s:
             assert (await s.post({"prompt": "a"}))[0] == 502
             for engines in (s.prefillers, s.decoders):
@@ -177,7 +220,7 @@ def test_requests_whose_kv_no_d_can_use_eject_no_d() -> None:
     """Every other request is a good one, which shows that the Ps and the Ds work."""
 
     async def is_good_or_bad(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        return await (INTERNAL if body["prompt"] == "bad" else completes)(request, body)
+        return await (fails if body["prompt"] == "bad" else completes)(request, body)
 
     async def scene() -> None:
         async with stage(
@@ -198,7 +241,7 @@ def test_a_p_that_refuses_every_prefill_leg_is_ejected_whether_or_not_it_says_wh
     """A P with the `kv_role` of a consumer refuses every leg, and its side channel says why."""
 
     async def scene() -> None:
-        async with stage([INTERNAL, prefills], completes, ask_failure=ask, max_retries=1) as s:
+        async with stage([fails, prefills], completes, ask_failure=ask, max_retries=1) as s:
             assert [(await s.post({"prompt": "a"}))[0] for _ in range(12)] == [200] * 12
             assert await states(s) == ["ejected", "healthy", "healthy"]
             assert len(s.p.calls) == 3

@@ -139,6 +139,6 @@ def make_turn_query_by(
         if side_channel is None:
             return None
         params = await wait_for_answer(query_turn(side_channel, turn_id), ASK_TIMEOUT_S)
-        return params.encode() or None
+        return params.encode() if params else None
 
     return ask

@@ -77,7 +77,7 @@ class Fleet:
         self.listening: Address | None = None
         """Where the router itself listens, once it does."""
         self.kv_used_at: dict[Instance, float] = {}
-        """When a D last used the KV of each P. Kept since a D first failed to, empty before."""
+        """When a D last used the KV of each P, as far as known (`is_kv_proof_wanted`)."""
 
     # -- membership --
 
@@ -312,14 +312,21 @@ class Fleet:
         A P with other weights is refused by every D, and no D is at fault. A D is at fault if other
         Ds have used the KV of this P since this D first failed, and it has answered nothing since.
         """
-        used_at = self.kv_used_at.setdefault(prefiller, -inf)
+        used_at = self.kv_used_at.get(prefiller, -inf)
         if leg.member.failing_since is None:
             leg.member.failing_since = now
         return used_at > leg.member.failing_since
 
-    def note_kv_used(self, prefiller: Instance | None, now: float) -> None:
-        """Record that a D has used the KV of P. Only needed while `kv_used_at` is not empty."""
-        if prefiller is not None:
+    @property
+    def is_kv_proof_wanted(self) -> bool:
+        """Whether a D could not use the KV of a P and has answered nothing since. Only then does it
+        matter whether other Ds use the KV of this P.
+        """
+        return any(member.failing_since is not None for member in self.members(Role.DECODE))
+
+    def note_kv_used(self, prefiller: Instance, now: float) -> None:
+        """Record that a D has used the KV of P."""
+        if prefiller in self._members:
             self.kv_used_at[prefiller] = now
 
     def note_tokens(self, instance: Instance, counts: Sequence[float | None], now: float) -> None:

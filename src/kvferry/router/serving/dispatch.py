@@ -82,7 +82,9 @@ class Dispatcher:
         self.prefill = PrefillLeg(
             self.instance_client, self.push_sources, self._release_leg, self.ask_failure
         )
-        self.decode = DecodeLeg(self.instance_client, self.turns, self.ask_failure)
+        self.decode = DecodeLeg(
+            self.instance_client, self.turns, self.leg_finisher, self.ask_failure
+        )
 
     @property
     def fleet(self) -> Fleet:

@@ -44,7 +44,7 @@ from kvferry.router.serving.instance_client import (
     client_details,
     describe_error,
 )
-from kvferry.router.serving.push import PushSources
+from kvferry.router.serving.push import LegFinisher, PushSources
 from kvferry.router.serving.side_channel import PrefilledBlocks, wait_for_answer
 from kvferry.router.serving.stream_start import (
     StreamStart,
@@ -181,9 +181,9 @@ def _late_handover(status: int, text: bytes) -> Handover | None:
 FAILURE_WAIT_S = 1.0
 """How long the router waits for the reason. The engine knows it before it answers the leg."""
 
-FailureQuery = Callable[[Instance, str], Awaitable[str]]
-"""Returns why the transfer of a leg failed; empty if the engine reports no reason. Takes a bounded
-time.
+FailureQuery = Callable[[Instance, str], Awaitable[str | None]]
+"""Returns why the transfer of a leg failed; empty if the engine knows of no failure, None if it did
+not reply. Takes a bounded time.
 """
 
 
@@ -193,10 +193,10 @@ def make_failure_query_by(
 ) -> FailureQuery:
     """Make a `FailureQuery` from `SideChannelSender.query_failure` and the known addresses."""
 
-    async def ask(instance: Instance, leg_id: str) -> str:
+    async def ask(instance: Instance, leg_id: str) -> str | None:
         side_channel = await find_side_channel(instance)
         if side_channel is None:
-            return ""
+            return None
         return await wait_for_answer(query_failure(side_channel, leg_id), FAILURE_WAIT_S)
 
     return ask
@@ -209,7 +209,7 @@ async def _ask_reason(failure: LegFailure, leg_id: str, ask: FailureQuery | None
     """
     if ask is None or failure.instance is None:
         return ""
-    return await ask(failure.instance, leg_id)
+    return await ask(failure.instance, leg_id) or ""
 
 
 def _with_reason(failure: LegFailure, reason: str) -> LegFailure:
@@ -242,6 +242,7 @@ class DecodeLeg:
 
     instance_client: InstanceClient
     turns: TurnTracker
+    leg_finisher: LegFinisher
     ask_failure: "FailureQuery | None" = None
 
     async def run(
@@ -304,7 +305,7 @@ class DecodeLeg:
             if has_begun is not None:
                 has_begun.set()
             if answer.status == 200:
-                self._note_used(context, held)
+                self._note_used(context, held, call, leg_id)
             self._note_first(context, call)
             if whole is not None:
                 headers = forwarded_headers(answer.headers)
@@ -346,13 +347,23 @@ class DecodeLeg:
         message = f"{instance} failed: its stream begins with an error, {error_kind(error)}"
         return LegFailure(instance, message, response, needs_prefill=True)
 
-    def _note_used(self, context: RequestContext, held: PrefilledBlocks) -> None:
+    def _note_used(
+        self, context: RequestContext, held: PrefilledBlocks, call: TrackedLeg, leg_id: str
+    ) -> None:
         """Note that D has begun its answer, with P's KV if it was given any."""
         held.mark_handed_over()
         if context.prefiller is None:
             self.instance_client.metrics.fallbacks.add()
-        if self.instance_client.fleet.kv_used_at and held.handover is not None:
-            self.instance_client.fleet.note_kv_used(context.prefiller, time.monotonic())
+        elif held.handover is not None and self.instance_client.fleet.is_kv_proof_wanted:
+            proof = self._prove_used(context.prefiller, call.leg.instance, leg_id)
+            self.leg_finisher.finish_leg(asyncio.create_task(proof), FAILURE_WAIT_S)
+
+    async def _prove_used(self, prefiller: Instance, decoder: Instance, leg_id: str) -> None:
+        """Ask D whether the transfer of a leg that it answers failed. Tokens alone prove nothing: a
+        D with `kv_load_failure_policy` recompute computes the prompt itself.
+        """
+        if self.ask_failure is not None and await self.ask_failure(decoder, leg_id) == "":
+            self.instance_client.fleet.note_kv_used(prefiller, time.monotonic())
 
     async def _explain(
         self, context: RequestContext, call: TrackedLeg, failure: LegFailure, leg_id: str

@@ -98,13 +98,15 @@ GRACE_S = 0.25
 
 
 class LegFinisher:
-    """Waits in the background for prefill legs that outlive their decode leg."""
+    """Waits in the background for prefill legs that outlive their decode leg, and for questions
+    about decode legs.
+    """
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def finish_leg(self, leg: "asyncio.Task[Any]") -> None:
-        task = asyncio.create_task(_finish_leg(leg))
+    def finish_leg(self, leg: "asyncio.Task[Any]", grace_s: float = GRACE_S) -> None:
+        task = asyncio.create_task(_finish_leg(leg, grace_s))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -113,8 +115,8 @@ class LegFinisher:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-async def _finish_leg(leg: "asyncio.Task[Any]") -> None:
-    await asyncio.wait([leg], timeout=GRACE_S)
+async def _finish_leg(leg: "asyncio.Task[Any]", grace_s: float) -> None:
+    await asyncio.wait([leg], timeout=grace_s)
     leg.cancel()
     # The result was already reported by the leg itself.
     await asyncio.gather(leg, return_exceptions=True)

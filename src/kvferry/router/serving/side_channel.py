@@ -303,12 +303,12 @@ class SideChannelSender:
             del self._last_used[address]
 
 
-async def wait_for_answer(answer: "Future[str]", timeout_s: float) -> str:
-    """The answer to a question; empty if none arrives in time. Runs on the event loop."""
+async def wait_for_answer(answer: "Future[str]", timeout_s: float) -> str | None:
+    """The answer to a question; None if none arrives in time. Runs on the event loop."""
     waiting = asyncio.wrap_future(answer)
     try:
         await asyncio.wait([waiting], timeout=timeout_s)
-        return waiting.result() if waiting.done() and not waiting.cancelled() else ""
+        return waiting.result() if waiting.done() and not waiting.cancelled() else None
     finally:
         waiting.cancel()
 
