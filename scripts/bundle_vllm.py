@@ -40,7 +40,9 @@ from bundle_libraries import (
     with_versions,
 )
 
-VLLM_VERSION = "0.32.0"
+VLLM_VERSION = "0.33.0"
+NEW_PACKAGES = ("orjson",)
+"""Packages that vLLM 0.33 imports and the environment of its newest CPU build, 0.32, lacks."""
 PARTS, PROJECT, ARRIVE = "vllm.tar.xz", "project.tar.xz", "arrive.sh"
 COMPILED = ("vllm/_C_stable_libtorch", "vllm/vllm_flash_attn/_vllm_fa3_C")
 """The start of the paths of those of vLLM's libraries that are kept."""
@@ -147,13 +149,14 @@ def _collect(options: argparse.Namespace, wheels: Path, libraries: Path) -> None
 
 
 def choose(versions: Mapping[str, str], have: Sequence[str]) -> list[str]:
-    """Return what must be downloaded: the packages of vLLM's environment, kvferry's and its tests',
+    """Return what must be downloaded: the packages of vLLM's environment, what its newest release
+    needs besides, kvferry's and its tests',
     without those that the GPU machine has.
     """
     known = {normalized(line.partition("==")[0]) for line in have}
     wanted = {
         name
-        for name in {*versions, *DISTRIBUTIONS}
+        for name in {*versions, *DISTRIBUTIONS, *NEW_PACKAGES}
         if name not in known and not name.startswith(LEFT_OUT)
     }
     return with_versions(sorted(wanted), {**read_versions(CONSTRAINTS), **versions})

@@ -14,9 +14,7 @@ echo "installing LMCache $release into $lmcache (seconds)"
 log=$(mktemp)
 # LMCache's own requirements include CUDA and older releases of packages that vLLM has, so what its server needs is listed here.
 if {
-    "$vllm/bin/python" -m venv "$lmcache" \
-        && "$vllm/bin/python" -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
-            > "$("$lmcache/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm.pth" \
+    sh scripts/venv_beside.sh "$vllm" "$lmcache" \
         && "$lmcache/bin/python" -m pip install --quiet --no-deps "lmcache==$release" aiofile aiofiles caio awscrt blake3 nvtx redis \
             cachetools sortedcontainers httptools opentelemetry-exporter-otlp opentelemetry-exporter-prometheus grpcio-observability \
         && "$lmcache/bin/lmcache" server --help

@@ -4,9 +4,14 @@ import os
 import subprocess
 
 import pytest
-from tests.vllm.fleet import PYTHON, ROOT
+from tests.vllm.fleet import ROOT
+
+from kvferry.vllm.release import TESTED
 
 INSIDE = ROOT / "tests/vllm/inside"
+# The newest release, or that of `make test-vllm VLLM_VERSION=…`.
+ENVIRONMENT = ROOT / os.environ.get("KVFERRY_TEST_INSIDE_VENV", f".venv-vllm-{TESTED[-1]}")
+PYTHON = ENVIRONMENT / "bin" / "python"
 
 
 @pytest.mark.vllm

@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvferry.errors import ConfigError
+from kvferry.vllm.release import find_cache_dtype_handler
 from kvferry.vllm.states import check_states, state_specs
 
 SUPPORTED_QUANT_MODES = (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
@@ -54,11 +55,16 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
             f"kvferry does not transfer the KV of encoder-decoder models such as {model.model}"
         )
     # vLLM itself refuses the option beside its own connectors between engines.
-    aux_output = getattr(vllm_config, "aux_output_config", None)
-    if aux_output is not None and aux_output.enable_return_routed_experts:
+    if vllm_config.aux_output_config.enable_return_routed_experts:
         raise ConfigError(
             "kvferry transfers KV without the experts that computed it, so a response could not "
             "name the experts of a prompt; start vLLM without --enable-return-routed-experts"
+        )
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    if find_cache_dtype_handler(cache_dtype) is not None:
+        raise ConfigError(
+            f"a plugin of vLLM defines the cache dtype {cache_dtype}, so kvferry does not know "
+            "what its blocks hold; use --kv-cache-dtype auto or fp8"
         )
     _check_groups(model.model, kv_cache_config.kv_cache_groups)
 

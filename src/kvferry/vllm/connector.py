@@ -316,7 +316,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             )
         if request.skip_reading_prefix_cache:
             # The request must compute its whole prompt, for example because its client wants the
-            # logprobs of the prompt. vLLM 0.30 would load; 0.31 and later ignore the answer.
+            # logprobs of the prompt. vLLM ignores the answer then.
             count, is_async = 0, False
         if count is None:
             self._needs.note_skipped()

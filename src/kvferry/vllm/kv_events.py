@@ -20,17 +20,16 @@ from vllm.v1.core.kv_cache_utils import (
     generate_block_hash_extra_keys,
     maybe_convert_block_hash,
     resolve_block_hashes,
+    to_event_extra_keys,
 )
 
 from kvferry.connectors.contract import Request
 from kvferry.connectors.offloading.events import BlocksStored, HashedBlocks, KVEvent
 from kvferry.tiers.commands import POOL
-from kvferry.vllm.release import find_published_extra_keys
 from kvferry.vllm.translate import VllmRequestView
 
 REMOTE_TIERS = frozenset({"object"})
 """Tiers that are never on this host. Where a folder is, kvferry does not know."""
-_published_extra_keys = find_published_extra_keys()
 
 
 class KVEventTranslator:
@@ -67,7 +66,7 @@ class KVEventTranslator:
             token_ids=array("i", theirs.all_token_ids[tokens.start : tokens.stop]),
             lora_id=adapter.adapter_id if adapter else None,
             lora_name=adapter.name if adapter else None,
-            extra_keys=tuple(_published_extra_keys(extra_keys)),
+            extra_keys=tuple(to_event_extra_keys(extra_keys)),
         )
 
     def translate(self, event: KVEvent) -> KVCacheEvent:

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvferry.errors import ConfigError
 
-TESTED = ("0.30.0", "0.31.0", "0.32.0")
+TESTED = ("0.31.0", "0.32.0", "0.33.0")
 """The versions of vLLM that the tests pass with, oldest first. The Makefile reads them too."""
 
 _log = logging.getLogger(__name__)
@@ -34,7 +34,11 @@ class NeededName:
 _BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _CONNECTOR = "KVConnectorBase_V1"
 NEEDED = (
-    # These three are new in 0.30. Before, a connector could report failed loads by block ids alone.
+    # This is new in 0.31.
+    NeededName(
+        "vllm.v1.core.kv_cache_utils", "to_event_extra_keys", "publish the KV events of tiers"
+    ),
+    # These are older.
     NeededName(_BASE, f"{_CONNECTOR}.get_transfer_results", "report which requests failed to load"),
     NeededName(
         _BASE,
@@ -46,7 +50,6 @@ NEEDED = (
         f"{_CONNECTOR}.has_pending_block_frees",
         "evict retained turns before vLLM preempts a request",
     ),
-    # These are older.
     NeededName(_BASE, f"{_CONNECTOR}.on_new_request", "read a ticket as soon as it arrives"),
     NeededName(_BASE, f"{_CONNECTOR}.has_pending_push_work", "push while no request is scheduled"),
     NeededName(_BASE, "SupportsHMA", "transfer the KV of models with several KV cache groups"),
@@ -106,12 +109,12 @@ def find_cache_hit_source() -> Any:
         return None
 
 
-def find_published_extra_keys() -> Any:
-    """The function that turns the extra keys of block hashes into those of KV events. Before 0.31
-    they are the same.
+def find_cache_dtype_handler(name: str) -> Any:
+    """What a plugin of vLLM has registered for this cache dtype; None for vLLM's own dtypes, which
+    are all there are before 0.33.
     """
-    utils = import_module("vllm.v1.core.kv_cache_utils")
-    return getattr(utils, "to_event_extra_keys", list)
+    cache = import_module("vllm.config.cache")
+    return getattr(cache, "get_kv_cache_dtype_handler", lambda _: None)(name)
 
 
 def _installed() -> str:

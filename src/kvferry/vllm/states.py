@@ -26,7 +26,7 @@ from kvferry.connectors.contract import KVCacheGroup, KVTensor, StateLayout
 from kvferry.errors import ConfigError
 from kvferry.vllm.release import release
 
-UNSERVED_RELEASES = ("0.30", "0.31")
+UNSERVED_RELEASES = ("0.31",)
 """In random tests with 0.31, a decode side that had failed loads and few blocks stopped scheduling.
 """
 CACHE_MODES = ("none", "align")

@@ -22,6 +22,8 @@ os.environ |= {
     "KVFERRY_SIDE_CHANNEL_PORT": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    # vLLM without compiled code does not know its device.
+    "VLLM_TARGET_DEVICE": "cpu",
 }
 
 StartEngine = Callable[..., "Engine"]

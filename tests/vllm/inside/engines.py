@@ -38,7 +38,6 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
-    get_kv_cache_configs,
     get_request_block_hasher,
     init_none_hash,
     resolve_kv_cache_block_sizes,
@@ -65,14 +64,16 @@ from kvferry.vllm.connector import KVFerryConnector
 from kvferry.vllm.multi import MultiConnector
 from kvferry.worker.worker import TransferWorkerSnapshot
 
+try:
+    from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
+except ModuleNotFoundError:  # before 0.33, whose function takes no groups
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+
+    get_global_kv_cache_groups = None
+
 BLOCK = 32
 DEADLINE_S = 30.0
-QUEUES = (
-    "waiting",
-    "skipped_waiting",  # of vLLM 0.30
-    "kv_holding_waiting",  # since 0.31
-    "deferred_waiting",  # since 0.31
-)
+QUEUES = ("waiting", "kv_holding_waiting", "deferred_waiting")
 """The scheduler's queues of requests that do not run."""
 _MODULUS = 16_777_213
 """The largest prime that a float32 holds exactly, so that slots can be compared for equality."""
@@ -714,7 +715,11 @@ def layer_specs(config: VllmConfig, kind: str) -> dict[str, KVCacheSpec]:
 
 def cache_config(config: VllmConfig, kind: str) -> KVCacheConfig:
     """Return the cache config that vLLM's engine core makes for those layers."""
-    (kv_cache_config,) = get_kv_cache_configs(config, [layer_specs(config, kind)], [1 << 30])
+    specs = [layer_specs(config, kind)]
+    groups = (
+        [] if get_global_kv_cache_groups is None else [get_global_kv_cache_groups(config, specs)]
+    )
+    (kv_cache_config,) = get_kv_cache_configs(config, specs, [1 << 30], *groups)
     kv_cache_config.kv_cache_layout = config.cache_config.kv_cache_layout
     config.cache_config.num_gpu_blocks = kv_cache_config.num_blocks
     return kv_cache_config

@@ -61,7 +61,6 @@ DEFAULT_IS_RIGHT = {
 }
 
 NEW_IN = {
-    "get_mem_pool_context": "0.31",
     "get_external_cache_hit_sources": "0.32",
     "get_loaded_kv_cache_group_ids": "0.32",
 }

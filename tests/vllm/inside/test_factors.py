@@ -51,23 +51,18 @@ CONFIGS = {
     "vllm_config": VllmConfig,
 }
 NOT_IN = {
-    "aux_output_config": ("0.30",),
-    "cache_hit_alignment_tokens": ("0.30", "0.31"),
-    "effective_attention_block_size": ("0.30",),
+    "cache_hit_alignment_tokens": ("0.31",),
     "enable_mamba_fine_grained_prefix_cache": ("0.31", "0.32"),
-    "enable_mamba_shared_prefix_checkpoint": ("0.30",),
-    "enable_return_routed_experts": ("0.31", "0.32"),
-    "hash_block_size": ("0.30", "0.31"),
-    "indexer_sparse_logits": ("0.30",),
-    "is_submodel_config": ("0.30",),
-    "logging_config": ("0.30",),
-    "max_lora_cls_labels": ("0.30",),
-    "sleep_mode_offload_cudagraph": ("0.30", "0.31"),
-    "sleep_preserve_parameter_names": ("0.30",),
-    "sparse_mla_prefill_workspace_factor": ("0.30", "0.31"),
-    "swa_bounded_replay": ("0.30",),
-    "tokenspeed_mla_min_split_kv": ("0.30", "0.31"),
+    "hash_block_size": ("0.31",),
+    "indexer_tp_shard_min_rows": ("0.31", "0.32"),
+    "minimax_m3_indexer_cp": ("0.31", "0.32"),
+    "simple_cpu_offload_num_blocks": ("0.31", "0.32"),
+    "sleep_mode_offload_cudagraph": ("0.31",),
+    "sparse_mla_prefill_workspace_factor": ("0.31",),
+    "tokenspeed_mla_min_split_kv": ("0.31",),
+    "trtllm_ragged_backend": ("0.31", "0.32"),
     "user_specified_mamba_block_size": ("0.32",),
+    "watchdog_config": ("0.31", "0.32"),
 }
 """Options that some of the tested releases do not have, with these releases."""
 LONG_ROPE = {

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import vllm.config.cache
 from tests.vllm.inside.engines import BLOCK, vllm_config
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -169,10 +170,31 @@ def test_a_cache_that_may_move(
 def test_responses_that_name_the_experts(
     config: VllmConfig, role: KVConnectorRole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not hasattr(config, "aux_output_config"):
-        pytest.skip("vLLM 0.30 refuses the option itself")
     monkeypatch.setattr(config.aux_output_config, "enable_return_routed_experts", True)
     with pytest.raises(ConfigError, match="without --enable-return-routed-experts"):
+        make(config, cache_of(FULL), role)
+
+
+@BOTH_ROLES
+def test_a_cache_dtype_of_a_plugin(
+    config: VllmConfig, role: KVConnectorRole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register = getattr(vllm.config.cache, "register_kv_cache_dtype", None)
+    if register is None:
+        pytest.skip("before 0.33, a plugin of vLLM cannot define cache dtypes")
+
+    @register("own_bytes")
+    class OwnBytes:
+        name = "own_bytes"
+
+        def torch_dtype(self) -> torch.dtype:
+            return torch.int8
+
+        def quant_mode(self) -> KVQuantMode:
+            return KVQuantMode.NONE
+
+    monkeypatch.setattr(config.cache_config, "cache_dtype", "own_bytes")
+    with pytest.raises(ConfigError, match="a plugin of vLLM defines the cache dtype own_bytes"):
         make(config, cache_of(FULL), role)
 
 

@@ -16,7 +16,7 @@ from kvferry.errors import ConfigError
 from kvferry.vllm.release import NEEDED, TESTED, NeededName, warn_if_untested
 
 WARNING = (
-    "kvferry was tested with vLLM 0.30.0, 0.31.0, 0.32.0, but this is 0.99.1: its connector "
+    "kvferry was tested with vLLM 0.31.0, 0.32.0, 0.33.0, but this is 0.99.1: its connector "
     "interface may have changed"
 )
 
@@ -64,7 +64,7 @@ def test_a_vllm_that_lacks_something_is_refused_by_name(
     """The error names the release, what it lacks, what for, and the release to install. It comes
     when vLLM looks up the connector's class, before anything is started.
     """
-    monkeypatch.setattr(vllm, "__version__", "0.29.0+cpu")
+    monkeypatch.setattr(vllm, "__version__", "0.30.0+cpu")
     monkeypatch.delattr(f"{needed.module}.{needed.name}")
     transfer = KVTransferConfig(
         kv_connector="NixlConnector", kv_connector_module_path="kvferry.vllm", kv_role="kv_both"
@@ -72,8 +72,8 @@ def test_a_vllm_that_lacks_something_is_refused_by_name(
     with pytest.raises(ConfigError) as caught:
         KVConnectorFactory.get_connector_class(transfer)
     assert str(caught.value) == (
-        f"vLLM 0.29.0 lacks what kvferry needs: {needed.name} (to {needed.purpose}); install vLLM "
-        "0.30 or newer, best 0.32.0"
+        f"vLLM 0.30.0 lacks what kvferry needs: {needed.name} (to {needed.purpose}); install vLLM "
+        "0.31 or newer, best 0.33.0"
     )
 
 
