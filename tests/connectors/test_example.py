@@ -440,6 +440,30 @@ def test_a_layer_that_the_engine_does_not_ask_for_is_loaded_as_well(p: Side, d: 
     assert all(d.has(TOKENS, index, OTHER_BLOCKS[index]) for index in range(4))
 
 
+def test_steps_whose_reports_come_together_are_all_over(tmp_path: Path) -> None:
+    """vLLM passes on the report of a step that has failed with that of the next step."""
+    side = Side(tmp_path)
+    side.prefill(TOKENS)
+    reports = []
+    for name in ("first", "second"):
+        request = EngineRequest(name, TOKENS)
+        side.admit(request, OTHER_BLOCKS, side.ask(request))
+        (worker,) = side.workers
+        worker.bind_connector_metadata(side.scheduler.build_connector_meta(Step()))
+        worker.start_load_kv(None)
+        reports.append(worker.build_connector_worker_meta())
+    first, second = reports
+    assert first is not None
+    assert second is not None
+    side.scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=first))
+    side.prefill(TOKENS[1:], "not saved")
+    assert side.counts["stores"] == 1
+    whole = first.aggregate(second)
+    side.scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=whole))
+    side.prefill(TOKENS[2:], "saved")
+    assert side.counts["stores"] == 2
+
+
 def test_nothing_is_saved_until_every_load_is_known_to_have_succeeded(tmp_path: Path) -> None:
     """A request that loads and computes in one step may have computed from blocks that another
     rank could not load. It is saved with a later step.

@@ -36,6 +36,7 @@ class PrefixBlocks:
 class ExampleMetadata(contract.KVConnectorMetadata):
     """The scheduler's message to the workers for one step."""
 
+    number: int = 0
     loads: list[PrefixBlocks] = field(default_factory=list)
     saves: list[PrefixBlocks] = field(default_factory=list)
 
@@ -47,11 +48,15 @@ class ExampleHandshakeMetadata(contract.KVConnectorHandshakeMetadata):
     folders: PrefixFolders
 
 
+@dataclass(frozen=True)
 class LoadsEnded(contract.KVConnectorWorkerMetadata):
-    """The workers' message to the scheduler after each step with loads."""
+    """The workers' message to the scheduler after steps with loads: their numbers."""
+
+    steps: frozenset[int]
 
     def aggregate(self, other: contract.KVConnectorWorkerMetadata) -> "LoadsEnded":
-        return self
+        assert isinstance(other, LoadsEnded)
+        return LoadsEnded(self.steps | other.steps)
 
 
 @dataclass
@@ -74,7 +79,7 @@ class ExampleConnector(contract.KVConnectorBase_V1):
         self._block_size = kv_cache_config.block_size
         self._ranks: list[PrefixFolders] = []  # the scheduler has those of all ranks
         self._prompts: dict[str, Prompt] = {}
-        self._num_unconfirmed = 0  # steps with loads that may not be over
+        self._unconfirmed: set[int] = set()  # steps with loads that may not be over
         self._step = ExampleMetadata()
         self._caches: Mapping[str, Any] = {}
         self._failed: list[PrefixBlocks] = []
@@ -128,10 +133,10 @@ class ExampleConnector(contract.KVConnectorBase_V1):
             self._note("loads")
 
     def build_connector_meta(self, scheduler_output: Any) -> ExampleMetadata:
-        step, self._step = self._step, ExampleMetadata()
-        self._num_unconfirmed += bool(step.loads)
+        step, self._step = self._step, ExampleMetadata(self._step.number + 1)
+        self._unconfirmed |= {step.number} if step.loads else set()
         # KV that was computed from a load that failed must not be saved, on any rank.
-        for part in () if self._num_unconfirmed else scheduler_output.slices:
+        for part in () if self._unconfirmed else scheduler_output.slices:
             prompt, end = self._prompts.get(part.request_id), part.start + part.num_tokens
             if prompt and prompt.must_save and len(prompt.keys) <= end // self._block_size:
                 prompt.must_save = False
@@ -140,7 +145,9 @@ class ExampleConnector(contract.KVConnectorBase_V1):
         return step
 
     def update_connector_output(self, connector_output: contract.KVConnectorOutput) -> None:
-        self._num_unconfirmed -= connector_output.kv_connector_worker_meta is not None
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, LoadsEnded):
+            self._unconfirmed -= report.steps
 
     def request_finished(self, request: contract.Request, block_ids: Any) -> tuple[bool, None]:
         self._prompts.pop(request.request_id, None)
@@ -190,4 +197,4 @@ class ExampleConnector(contract.KVConnectorBase_V1):
         return {block for load in self._failed for block in load.block_ids}
 
     def build_connector_worker_meta(self) -> LoadsEnded | None:
-        return LoadsEnded() if self._step.loads else None
+        return LoadsEnded(frozenset({self._step.number})) if self._step.loads else None

@@ -240,7 +240,7 @@ class Engine:
                 hash_block_size=hash_size,
                 log_stats=True,
             )
-        self._aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, 1)
+        self.aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, 1)
         handshake = pickle.loads(pickle.dumps(self.worker.get_handshake_metadata()))
         if handshake is not None:
             self.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})
@@ -417,7 +417,7 @@ class Engine:
         result = ModelRunnerOutput(
             ids, {name: index for index, name in enumerate(ids)}, sampled, kv_connector_output=news
         )
-        whole = self._aggregator.aggregate([pickle.loads(pickle.dumps(result))])
+        whole = self.aggregator.aggregate([pickle.loads(pickle.dumps(result))])
         assert whole is not None
         return whole
 
@@ -560,14 +560,14 @@ class Engine:
                 for m in scheduler.kv_cache_manager.coordinator.single_type_managers
                 if m.req_to_blocks
             ],
-            "partly reported": self._aggregator._recv_remaining_count  # noqa: SLF001
-            | self._aggregator._send_remaining_count,  # noqa: SLF001
+            "partly reported": self.aggregator._recv_remaining_count  # noqa: SLF001
+            | self.aggregator._send_remaining_count,  # noqa: SLF001
             "shared requests": _in_multi(scheduler.connector),
             "shared transfers": _in_multi(self.worker),
         }
         own = _own(scheduler.connector)._inner  # noqa: SLF001
         if isinstance(own, ExampleConnector):
-            held |= {"prompts": own._prompts, "unconfirmed": own._num_unconfirmed}  # noqa: SLF001
+            held |= {"prompts": own._prompts, "unconfirmed": own._unconfirmed}  # noqa: SLF001
         elif isinstance(own, DecodeBenchConnector):
             held |= {"fills": [*own._next.blocks[0]]}  # noqa: SLF001
         elif isinstance(own._scheduler_half, OffloadingScheduler):  # noqa: SLF001

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.vllm.inside.conftest import StartEngine
 from tests.vllm.inside.engines import BLOCK, Engine, next_token, run_until
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import EngineCoreProc
@@ -416,6 +417,34 @@ def test_a_request_that_is_asked_for_often_loads_once(
         assert commands == ["PrepareLoad", "StartLoad"]
         commands.clear()
         assert d.scheduler.reset_prefix_cache()
+
+
+@pytest.mark.skipif(
+    not hasattr(KVOutputAggregator, "ft_defer_kv_connector_outputs"), reason="before vLLM 0.33"
+)
+def test_a_report_that_vllm_passes_on_with_that_of_the_next_step_is_used(
+    pair: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So vLLM saves the report of a rank when another rank has failed in the step."""
+    p, d = pair
+    aggregate, held = d.aggregator.aggregate, list[Any]()
+
+    def hold_the_end_of_the_load(outputs: list[Any]) -> Any:
+        news = outputs[0].kv_connector_output
+        if held or not news.finished_recving:
+            return aggregate(outputs)
+        held.append(news)
+        outputs[0].kv_connector_output = None
+        whole = aggregate(outputs)
+        d.aggregator.ft_defer_kv_connector_outputs(held)
+        return whole
+
+    monkeypatch.setattr(d.aggregator, "aggregate", hold_the_end_of_the_load)
+    d.add("b", prompt(100), p.prefill("a", prompt(100)))
+    assert finish(d, "b", p) == greedy(prompt(100), 4)
+    assert d.loaded_tokens == 100
+    assert [news.finished_recving for news in held] == [{"b"}]
+    settle(p, d)
 
 
 def test_d_preempts_after_the_load(pair: tuple[Engine, Engine]) -> None:
