@@ -52,7 +52,6 @@ CONFIGS = {
 }
 NOT_IN = {
     "cache_hit_alignment_tokens": ("0.31",),
-    "enable_mamba_fine_grained_prefix_cache": ("0.31", "0.32"),
     "hash_block_size": ("0.31",),
     "indexer_tp_shard_min_rows": ("0.31", "0.32"),
     "minimax_m3_indexer_cp": ("0.31", "0.32"),
@@ -61,7 +60,7 @@ NOT_IN = {
     "sparse_mla_prefill_workspace_factor": ("0.31",),
     "tokenspeed_mla_min_split_kv": ("0.31",),
     "trtllm_ragged_backend": ("0.31", "0.32"),
-    "user_specified_mamba_block_size": ("0.32",),
+    "user_specified_mamba_block_size": ("0.32", "0.33"),
     "watchdog_config": ("0.31", "0.32"),
 }
 """Options that some of the tested releases do not have, with these releases."""
