@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cli.hub import COMMIT, Hub
+from tests.cli.hub import COMMIT, OTHER_COMMIT, Hub
 
 from kvferry.cli.checkpoints import find_checkpoint, find_config, has_chat_template, is_hub_name
+from kvferry.cli.cluster.local_cluster import UpOptions
+from kvferry.cli.up import sample_request
 from kvferry.engine.make_model.writer import make_model
 from kvferry.errors import ConfigError
 
@@ -429,6 +431,26 @@ def test_a_name_has_chats_if_its_cached_files_have(
     assert not has_chat_template(Path(NAME))
     (folder / "chat_template.jinja").write_text("")
     assert has_chat_template(Path(NAME))
+
+
+def test_each_revision_has_chats_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache has the tokenizer alone where `--tokenizer-revision` names another revision."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    cache = tmp_path / f"models--{NAME.replace('/', '--')}"
+    for name, commit, config in (("main", COMMIT, {}), ("v1", OTHER_COMMIT, {"chat_template": ""})):
+        (cache / "snapshots" / commit).mkdir(parents=True)
+        (cache / "snapshots" / commit / "tokenizer_config.json").write_text(json.dumps(config))
+        (cache / "refs").mkdir(exist_ok=True)
+        (cache / "refs" / name).write_text(commit)
+    for revision in (None, "main", COMMIT, "v9"):
+        assert not has_chat_template(Path(NAME), revision)
+    for revision in ("v1", OTHER_COMMIT):
+        assert has_chat_template(Path(NAME), revision)
+        asked = sample_request(UpOptions(model=Path(NAME), revision=revision), "hi")
+        assert "messages" in asked
+    assert "messages" not in sample_request(UpOptions(model=Path(NAME)), "hi")
 
 
 @pytest.mark.slow

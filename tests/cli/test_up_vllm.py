@@ -94,6 +94,27 @@ def test_variables_and_flags_of_the_operator_win() -> None:
     assert value_of(placed(fleet, gpus(1))[0], "--gpu-memory-utilization") == "0.2"
 
 
+@pytest.mark.parametrize(
+    ("flags", "revision", "tokenizer_revision"),
+    [
+        ([], "main", None),
+        (["--revision", "v1"], "v1", "v1"),
+        (["--revision=v1"], "v1", "v1"),
+        (["--revision", "v1", "--revision=v2"], "v2", "v2"),
+        (["--revision=v1", "--tokenizer-revision", "v2"], "v1", "v2"),
+        (["--tokenizer_revision=v2", "--code-revision=v3"], "main", "v2"),
+        (["--revision"], "main", None),
+    ],
+    ids=str,
+)
+def test_the_revision_of_the_servers_is_that_of_the_files_that_kvferry_reads(
+    flags: list[str], revision: str, tokenizer_revision: str | None
+) -> None:
+    fleet = VllmFleet("owner/name", flags=tuple(flags))
+    assert fleet.hub_revision({}) == revision
+    assert fleet.tokenizer_revision == tokenizer_revision
+
+
 def test_servers_have_different_ports_and_kvferrys_connector(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     fleet = VllmFleet(str(tmp_path), connector="NixlPushConnector", transports=("tcp",))

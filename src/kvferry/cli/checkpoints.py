@@ -36,6 +36,7 @@ DEFAULT_MODEL_NAME = "small"
 HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 INDEX = "model.safetensors.index.json"
 WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
@@ -43,7 +44,7 @@ SMALL_FILES = (
     CONFIG,
     TOKENIZER,
     "generation_config.json",
-    "tokenizer_config.json",
+    TOKENIZER_CONFIG,
     CHAT_TEMPLATE,
     INDEX,
 )
@@ -112,17 +113,28 @@ def prefetch(model: str, revision: str | None) -> None:
             return
         except HTTPError as error:
             has_answer = isinstance(error, HfHubHTTPError)
-            if has_answer and not _cached_folder(model).is_dir():
+            if has_answer and not _local_file(Path(model), CONFIG, revision).exists():
                 raise
 
 
-def has_chat_template(model: Path) -> bool:
+def has_chat_template(model: Path, revision: str | None = None) -> bool:
     """Return whether a model has chats: a folder, or a name on the hub whose files are cached."""
-    folder = _cached_folder(str(model)) if is_hub_name(str(model)) else model
-    path = folder / "tokenizer_config.json"
-    return (folder / CHAT_TEMPLATE).exists() or (
+    path = _local_file(model, TOKENIZER_CONFIG, revision)
+    return _local_file(model, CHAT_TEMPLATE, revision).exists() or (
         path.exists() and read_json_object(path).get("chat_template") is not None
     )
+
+
+def _local_file(model: Path, name: str, revision: str | None) -> Path:
+    """Return where a file of a folder is, or of a name on the hub in the cache; a path that does
+    not exist if there is none.
+    """
+    if not is_hub_name(str(model)):
+        return model / name
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(str(model), name, revision=revision)
+    return Path(found) if isinstance(found, str) else model / name
 
 
 def _folder(model: str, revision: str | None) -> Path:
@@ -194,14 +206,6 @@ def _fetch(model: str, revision: str | None) -> Path:
         except LocalEntryNotFoundError:
             raise error from None
     return snapshot(is_local=False)
-
-
-def _cached_folder(model: str) -> Path:
-    """Return where the cache keeps the model; a folder that does not exist if it has none."""
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(model, CONFIG)
-    return Path(found).parent if isinstance(found, str) else Path(model)
 
 
 def _missing(folder: Path) -> list[str]:

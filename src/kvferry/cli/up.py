@@ -203,7 +203,12 @@ def run(arguments: argparse.Namespace) -> int:
     vllm = _vllm_servers(options, arguments)
     if vllm is not None:
         fleet = vllm.fleet
-        options = replace(options, model=fleet.directory, model_name=fleet.model_name)
+        options = replace(
+            options,
+            model=fleet.directory,
+            model_name=fleet.model_name,
+            revision=fleet.tokenizer_revision,
+        )
     else:
         if arguments.model is not None:
             folder = find_checkpoint(arguments.model, arguments.revision)
@@ -401,7 +406,7 @@ def _ask(router: Address, options: UpOptions, *messages: str) -> Completion:
 def sample_request(options: UpOptions, *messages: str) -> dict[str, Any]:
     """Return a chat whose last message is the user's; a completion if the model has no chats."""
     request = {"model": options.model_name, "max_tokens": SAMPLE_TOKENS}
-    if not has_chat_template(options.model):
+    if not has_chat_template(options.model, options.revision):
         return {**request, "prompt": " ".join(messages)}
     roles = ("system", "user")[-len(messages) :]
     chat = [{"role": r, "content": m} for r, m in zip(roles, messages, strict=True)]

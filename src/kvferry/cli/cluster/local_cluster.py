@@ -37,6 +37,8 @@ class UpOptions:
     model: Path = DEFAULT_MODEL
     model_name: str = DEFAULT_MODEL_NAME
     """The name that clients use for the model."""
+    revision: str | None = None
+    """The revision of the tokenizer, if `model` is a name on the hub; None: main."""
     port: int = 8000
     transports: tuple[str, ...] = ()
     """The data transport to use; empty: the best transport that works on this machine."""

@@ -255,15 +255,28 @@ class VllmFleet:
         """The revision that the servers load from the cache of the Hugging Face client; None if a
         flag or a variable lets them load from elsewhere.
         """
-        # vLLM accepts both spellings.
-        names = [flag.partition("=")[0].replace("_", "-") for flag in self.flags]
-        if environ.get("VLLM_USE_MODELSCOPE") or _OTHER_SOURCES & {*names}:
+        if environ.get("VLLM_USE_MODELSCOPE") or _OTHER_SOURCES & {*self._flag_names}:
             return None
-        if "--revision" not in names:
-            return "main"
-        position = names.index("--revision")
-        _, has_value, value = self.flags[position].partition("=")
-        return value if has_value else "".join(self.flags[position + 1 : position + 2])
+        return self._value_of("--revision") or "main"
+
+    @property
+    def tokenizer_revision(self) -> str | None:
+        """The revision of the tokenizer and its chat template on the hub; None: main."""
+        return self._value_of("--tokenizer-revision") or self._value_of("--revision")
+
+    @property
+    def _flag_names(self) -> list[str]:
+        # vLLM accepts both spellings.
+        return [flag.partition("=")[0].replace("_", "-") for flag in self.flags]
+
+    def _value_of(self, name: str) -> str | None:
+        """The value of a flag; as in vLLM, the last one if there are several."""
+        found = None
+        for position, flag_name in enumerate(self._flag_names):
+            if flag_name == name:
+                _, has_value, value = self.flags[position].partition("=")
+                found = value if has_value else "".join(self.flags[position + 1 : position + 2])
+        return found or None
 
     @property
     def tp_sizes(self) -> dict[str, int]:
