@@ -28,8 +28,7 @@ class ByFile(LoadScopeScheduling):  # type: ignore[misc]
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
         is_vllm = file.startswith("tests/vllm/") or "real_vllm" in file
-        # Two fleets with Mooncake at a time were seen to lose reads, at the same moment.
-        return "vllm" if is_vllm or file == "tests/e2e/test_mooncake_connector.py" else file
+        return "vllm" if is_vllm else file
 
 
 @pytest.hookimpl(optionalhook=True)

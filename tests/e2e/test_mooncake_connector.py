@@ -96,8 +96,7 @@ def test_a_hundred_prompts_give_a_single_engines_tokens(
                 for kind in ("finished", "failed")
             )
             assert finished > len(PROMPTS) // 2
-            # On a busy machine a read may miss its deadline; D then computes the prompt.
-            assert failed <= 0.1 * len(PROMPTS), decode.process.tail(50)
+            assert failed == 0, decode.process.tail(50)
             await assert_quiescent(session, prefill, decode)
 
     asyncio.run(check())

@@ -562,7 +562,7 @@ def test_notifications_of_a_foreign_nixl_agent_are_ignored(vllm_cluster: VllmClu
                     vllm_cluster.trio.fleet.secret, await side_channel(session, engine, fresh())
                 )
                 blob = next(offer.blob for offer in layout.offers if offer.transport == "nixl")
-                _, metadata = msgspec.msgpack.decode(blob)
+                _, metadata, *_ = msgspec.msgpack.decode(blob)
                 name = stranger.add_remote_agent(metadata)
                 for note in notes:
                     stranger.send_notif(name, note)
