@@ -22,7 +22,7 @@ def test_a_thread_that_waits_for_the_interpreter_gets_it_when_another_breathes()
 
     other = threading.Thread(target=count)
     other.start()
-    has_begun.wait(10.0)
+    has_begun.wait(60.0)
     try:
         for _ in range(TURNS):
             before = counted

@@ -21,7 +21,7 @@ def main() -> None:
     with ProcessGroup(directory, grace_s=2) as group:
         directory.mkdir()
         (directory / "file").write_text("x")
-        cluster = LocalCluster(StubLaunch(sys.argv[2]), os.environ, group.id, start_timeout_s=30)
+        cluster = LocalCluster(StubLaunch(sys.argv[2]), os.environ, group.id, start_timeout_s=60)
         console = Console(stderr=True)
         with StartupView(console) as view:
             cluster.start(1, 1, view)

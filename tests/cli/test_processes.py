@@ -215,11 +215,11 @@ def test_a_child_that_does_not_end_when_asked_is_told_again_and_killed_at_last(
 
 def test_a_child_with_work_to_do_is_waited_for(group: ProcessGroup) -> None:
     child = started("finish", group)
-    child.wait(timeout_s=20)
+    child.wait(timeout_s=60)
     child.close()
     failing = started("fail", group)
     with pytest.raises(KVFerryError, match="exited with code 1"):
-        failing.wait(timeout_s=20)
+        failing.wait(timeout_s=60)
     failing.close()
     slow = started("silent", group)
     with pytest.raises(KVFerryError, match="did not exit within"):
@@ -241,7 +241,7 @@ def test_a_cluster_is_up_when_everyone_is_healthy_and_says_so_in_plain_lines(
     group: ProcessGroup,
 ) -> None:
     text = io.StringIO()
-    cluster = LocalCluster(StubLaunch(), os.environ, group.id, start_timeout_s=30)
+    cluster = LocalCluster(StubLaunch(), os.environ, group.id, start_timeout_s=60)
     with StartupView(Console(file=text)) as view:
         router = cluster.start(2, 1, view)
     assert len(cluster.decoders) == 1
@@ -278,7 +278,7 @@ def test_a_cluster_that_does_not_come_up_names_who_failed(
 
 
 def test_a_member_that_dies_while_serving_is_noticed(group: ProcessGroup) -> None:
-    cluster = LocalCluster(StubLaunch(), os.environ, group.id, start_timeout_s=30)
+    cluster = LocalCluster(StubLaunch(), os.environ, group.id, start_timeout_s=60)
     with StartupView(Console(file=io.StringIO())) as view:
         cluster.start(1, 1, view)
     victim = min(members_of_group(group.id) - {group.id})
@@ -289,7 +289,7 @@ def test_a_member_that_dies_while_serving_is_noticed(group: ProcessGroup) -> Non
 
 
 def test_a_cluster_lets_its_engines_finish_when_it_is_closed(group: ProcessGroup) -> None:
-    cluster = LocalCluster(StubLaunch("patient"), os.environ, group.id, start_timeout_s=30)
+    cluster = LocalCluster(StubLaunch("patient"), os.environ, group.id, start_timeout_s=60)
     with StartupView(Console(file=io.StringIO())) as view:
         cluster.start(2, 1, view)
     cluster.close()
@@ -298,7 +298,7 @@ def test_a_cluster_lets_its_engines_finish_when_it_is_closed(group: ProcessGroup
 
 
 def test_a_cluster_that_is_being_closed_can_be_hurried(group: ProcessGroup) -> None:
-    cluster = LocalCluster(StubLaunch("busy"), os.environ, group.id, start_timeout_s=30)
+    cluster = LocalCluster(StubLaunch("busy"), os.environ, group.id, start_timeout_s=60)
     with StartupView(Console(file=io.StringIO())) as view:
         cluster.start(1, 1, view)
     closing = threading.Thread(target=cluster.close)
@@ -310,7 +310,7 @@ def test_a_cluster_that_is_being_closed_can_be_hurried(group: ProcessGroup) -> N
         )
     )
     cluster.terminate_all()
-    closing.join(20)
+    closing.join(60)
     assert [lines[-1] for name, lines in cluster.last_log_lines() if name != "router"] == [
         "aborted"
     ] * 2
@@ -343,7 +343,7 @@ def test_when_the_starter_dies_its_processes_and_its_directory_go_too(
         assert all(map(is_alive, pids))
         assert scratch.is_dir()
         starter.send_signal(number)
-        starter.wait(10)
+        starter.wait(60)
         eventually(lambda: not any(map(is_alive, pids)))
     assert not scratch.exists()
 

@@ -140,15 +140,15 @@ def test_a_completion_and_what_the_transports_carried_are_read_over_http(tmp_pat
         address = child.poll_address()
         assert address is not None
         assert is_healthy(address)
-        assert complete(address, {"prompt": "x"}, timeout_s=10) == Completion("hello", 1)
-        assert complete(address, {"messages": []}, timeout_s=10) == Completion("Hm.", 1)
+        assert complete(address, {"prompt": "x"}, timeout_s=60) == Completion("hello", 1)
+        assert complete(address, {"messages": []}, timeout_s=60) == Completion("Hm.", 1)
         assert read_transport_totals(address) == [
             TransportTotals("shm", transfers=2, total_bytes=3145728, seconds=0.5)
         ]
         child.close()
         assert not is_healthy(address)
         with pytest.raises(TransportError, match="did not answer POST"):
-            complete(address, {"prompt": "x"}, timeout_s=10)
+            complete(address, {"prompt": "x"}, timeout_s=60)
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e309", "-1", "true", '"5"', "9" * 400])

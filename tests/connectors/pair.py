@@ -43,7 +43,7 @@ from kvferry.transports.memory import MemoryControlTransport, MemoryNetwork, Mem
 from kvferry.types import Region
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 32
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 @dataclass

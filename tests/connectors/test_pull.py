@@ -295,7 +295,7 @@ def test_a_router_hands_a_ticket_back(
         router.send(
             f"tcp://{params['remote_host']}:{params['remote_port']}", codec.encode(Release(ticket))
         )
-    assert woken.wait(5)
+    assert woken.wait(60)
     step_until(lambda: "a" in p.seen.finished_sending, p)
     router.close()
 
@@ -368,7 +368,7 @@ def test_the_engine_is_woken_when_there_is_news(pair: tuple[EngineSide, EngineSi
     assert d.scheduler.has_pending_push_work()
     p.step()
     d.step()
-    assert woken.wait(5)
+    assert woken.wait(60)
     d.step()
     assert d.seen.finished_recving == {"r"}
     of_scheduler, of_worker = (

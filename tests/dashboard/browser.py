@@ -20,7 +20,7 @@ from typing import Any
 import aiohttp
 
 MISSING = "there is no Chromium here; `make setup-browser` installs it (Debian, Ubuntu: as root)"
-DEADLINE_S = 40.0
+DEADLINE_S = 60.0
 _FLAGS = (
     "--headless",
     "--no-sandbox",  # no sandbox is available as root and in containers; the pages are our own

@@ -51,7 +51,7 @@ class NameServer:
         where = self._socket.getsockname()
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as waker:
             waker.sendto(b"", where)
-        self._thread.join(10)
+        self._thread.join(60)
         self._socket.close()
 
     def host(self) -> Host:

@@ -105,7 +105,7 @@ def test_an_engine_that_drains_tells_its_routers_at_once(cluster: Cluster, tmp_p
             await until("P has registered", lambda: is_member(session))
             await prefill(session, p, PROMPT)
             p.process.terminate()
-            await until("the router knows", lambda: is_draining(session), timeout_s=10)
+            await until("the router knows", lambda: is_draining(session), timeout_s=60)
             async with session.get(f"{p.url}/health") as response:
                 assert (await response.json())["leases"] == 1, "P has ended before the check"
 

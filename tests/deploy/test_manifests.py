@@ -313,7 +313,7 @@ def test_paths_of_probes_exist_on_real_processes(tmp_path: Path) -> None:
 
 def _status(url: str) -> int:
     try:
-        with urllib.request.urlopen(url, timeout=10) as answer:
+        with urllib.request.urlopen(url, timeout=60) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code

@@ -80,7 +80,7 @@ def knock(host: str, port: int, times: int) -> list[socket.socket]:
     """
     held = []
     for number in range(times):
-        raw = socket.create_connection((host, port), timeout=5)
+        raw = socket.create_connection((host, port), timeout=60)
         if number % 3 == 0:
             raw.sendall(os.urandom(64))
         elif number % 3 == 1:

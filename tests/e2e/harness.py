@@ -24,7 +24,7 @@ from kvferry.types import Address
 
 START_S = 90.0
 REQUEST_S = 60.0
-SETTLE_S = 30.0
+SETTLE_S = 60.0
 ALL_LINES = 10_000
 LOOK_AGAIN_S, LATER_S, SELDOM_S = 0.05, 2.0, 0.2
 """Poll intervals. A long wait (for example for the end of a lease) polls less often after

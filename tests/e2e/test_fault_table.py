@@ -38,7 +38,7 @@ from kvferry.types import Address
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 EXPIRED = "kvferry:kv_expired_reqs_total"
 
 

@@ -117,7 +117,7 @@ def test_an_agent_that_is_killed_costs_no_token(
             send_to_mooncake(agent, KILLER)
         else:
             agent.send_signal(signal.SIGKILL)
-        psutil.wait_procs([agent], 20)
+        psutil.wait_procs([agent], 60)
         assert await ask_all(router, LONG) == expected
         async with new_session() as session:
             await until_kv_moves(session, router, decode)

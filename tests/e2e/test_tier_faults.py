@@ -248,7 +248,7 @@ async def kill_when_more(
 def kill(family: list[psutil.Process]) -> None:
     for member in family:
         member.kill()
-    _, alive = psutil.wait_procs(family, 20)
+    _, alive = psutil.wait_procs(family, 60)
     assert not alive
 
 

@@ -46,7 +46,7 @@ def main() -> int:
     spawned.start()
     theirs.close()
     request = ours.recv()
-    spawned.join(30)
+    spawned.join(60)
     print(json.dumps({"own": found(), "spawned": request, "code": spawned.exitcode}), flush=True)
     return 3
 

@@ -66,8 +66,8 @@ def test_it_can_be_killed_and_what_it_would_have_spawned_goes_with_it(group: int
         assert len(family) == 2
         assert process.poll() is None
         process.kill()
-        assert process.wait(30) == -9
-        _, alive = psutil.wait_procs(family, timeout=30)
+        assert process.wait(60) == -9
+        _, alive = psutil.wait_procs(family, timeout=60)
         assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
 
 
@@ -80,7 +80,7 @@ def test_waiting_for_one_that_does_not_end_has_a_deadline(group: int) -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.05)
     process.kill()
-    process.wait(30)
+    process.wait(60)
     assert process.stdout is not None
     process.stdout.close()
 

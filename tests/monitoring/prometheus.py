@@ -66,7 +66,7 @@ class Server:
 
     def get(self, path: str, **parameters: str) -> Any:
         query = f"?{urlencode(parameters)}" if parameters else ""
-        with _open(f"{self._url}/api/v1/{path}{query}", timeout=10) as answer:
+        with _open(f"{self._url}/api/v1/{path}{query}", timeout=60) as answer:
             return json.load(answer)["data"]
 
     def values(self, expression: str) -> list[float]:
@@ -114,7 +114,7 @@ def prometheus(config: Path, directory: Path) -> Iterator[Server]:
 def _is_ready(port: int, process: "subprocess.Popen[bytes]") -> bool:
     assert process.poll() is None, "Prometheus has ended"
     try:
-        with _open(f"http://127.0.0.1:{port}/-/ready", timeout=10) as answer:
+        with _open(f"http://127.0.0.1:{port}/-/ready", timeout=60) as answer:
             return bool(answer.status == 200)
     except (urllib.error.URLError, OSError):
         return False

@@ -177,7 +177,7 @@ def assert_all_names_exist(*pages: str) -> None:
 
 def _page(engine: Engine) -> str:
     request = urllib.request.Request(f"{engine.url}/metrics")
-    with urllib.request.urlopen(request, timeout=10) as answer:
+    with urllib.request.urlopen(request, timeout=60) as answer:
         return bytes(answer.read()).decode()
 
 
@@ -185,7 +185,7 @@ def test_the_router_lists_its_instances_for_prometheus(fleet: Fleet) -> None:
     request = urllib.request.Request(
         f"{fleet.router.url}/admin/targets", headers={"Authorization": f"Bearer {KEY}"}
     )
-    with urllib.request.urlopen(request, timeout=10) as answer:
+    with urllib.request.urlopen(request, timeout=60) as answer:
         groups = json.load(answer)
     assert groups == [
         {

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 from tests.router.stubs import AS_ADMIN
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 """Time limit for one answer. A complete request must be answered."""
 NOTHING_S = 0.05
 """How long the tests wait for an answer to incomplete data. The server may wait for the rest."""

@@ -30,7 +30,7 @@ from kvferry.types import Address, FailurePolicy
 if TYPE_CHECKING:
     from kvferry.router.tracing import RouterTracer
 
-DEADLINE_S = 50.0
+DEADLINE_S = 120.0
 Behaviour = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 
 

@@ -22,7 +22,7 @@ from tests.router.proxy_process import ended, proxy_process
 from tests.router.stubs import StubEngine, prefills, stub_engine
 from tests.router.test_proxy import EVENTS, STREAMED
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 NGINX = shutil.which("nginx", path="/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin")
 needs_nginx = pytest.mark.skipif(
     NGINX is None,

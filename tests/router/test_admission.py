@@ -25,7 +25,7 @@ from kvferry.router.serving.admission import (
     RefusalReason,
 )
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 T = TypeVar("T")
 
 

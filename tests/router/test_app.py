@@ -24,7 +24,7 @@ async def raw_exchange(s: Stage, sent: bytes) -> bytes:
     writer.write(sent)
     writer.write_eof()
     try:
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(60):
             return await reader.read()
     except ConnectionError:
         return b""

@@ -42,7 +42,7 @@ class WatchedControl:
         return "tcp://127.0.0.1:1"
 
     def send(self, address: str, frame: bytes) -> None:
-        self.gate.wait(10)
+        self.gate.wait(60)
         self.threads.add(threading.current_thread().name)
         if self.refuses:
             raise TransportError("the queue is full")
@@ -210,7 +210,7 @@ def test_a_release_of_the_last_moment_arrives_too() -> None:
         deadline = time.monotonic() + 10
         while not arrived and time.monotonic() < deadline:
             arrived = side_channel.poll(0.1)
-        closing_thread.join(10)
+        closing_thread.join(60)
     [event] = arrived
     assert isinstance(event, Received)
     assert decode(event.frame) == Release(ticket="ticket-9")

@@ -73,13 +73,13 @@ def test_a_router_on_any_free_port_serves_and_ends_quietly_when_told(
         assert process.stdout is not None
         port = int(process.stdout.readline())
         with build_opener(ProxyHandler({})).open(
-            f"http://127.0.0.1:{port}/health", timeout=10
+            f"http://127.0.0.1:{port}/health", timeout=60
         ) as answer:
             assert answer.status == 200
-        with socket.create_connection(("127.0.0.1", port), timeout=10) as upload:
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as upload:
             upload.sendall(UNFINISHED)
             assert upload.recv(4096).startswith(b"HTTP/1.1 100 ")
             process.send_signal(number)
             assert upload.recv(4096).startswith(b"HTTP/1.1 503 ")
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (0, "")

@@ -165,7 +165,7 @@ async def until_one_host(world: World, options: DiscoveryOptions) -> None:
     """Look the service up until the router knows the host 10.0.0.1, and no other."""
     resolver = ServiceResolver([SERVICE], options, world.discovered, lambda: None)
     running = asyncio.create_task(resolver.run())
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while world.hosts() != ["10.0.0.1"]:
             await asyncio.sleep(0.01)
     running.cancel()

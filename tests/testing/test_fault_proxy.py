@@ -10,7 +10,7 @@ import pytest
 from kvferry.testing.fault_proxy import FaultProxy, ProxyDirection, ProxySide
 from kvferry.types import Address
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 SOON_S = 0.2
 
 

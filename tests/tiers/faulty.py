@@ -16,7 +16,7 @@ from kvferry.tiers.base import (
 )
 from kvferry.transports.base import RowBlocks, RowCopier
 
-GATE_TIMEOUT_S = 30.0
+GATE_TIMEOUT_S = 60.0
 
 
 class FaultyTier:

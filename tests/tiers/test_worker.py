@@ -38,7 +38,7 @@ from kvferry.transports.copy.rows import CpuRowCopier
 from kvferry.types import Region
 
 BLOCK_BYTES, NUM_BLOCKS = 512, 8
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 class BrokenPool(HostPool):

@@ -26,7 +26,7 @@ from kvferry.transports.tcp.transport import TcpTransport
 from kvferry.types import EngineId, Epoch, PeerId, Region
 
 PEER = PeerId(EngineId("far"), Epoch("1"), 0)
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 BLOCK = 4096
 BLOCKS = 64
 

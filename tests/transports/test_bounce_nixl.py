@@ -36,7 +36,7 @@ from kvferry.transports.nixl.transport import NixlTransport
 from kvferry.types import EngineId, Epoch, MemoryKind, PeerId, Region
 
 SECRET = b"the secret of these tests"
-DEADLINE_S = 40.0
+DEADLINE_S = 60.0
 
 
 @pytest.fixture(scope="module")

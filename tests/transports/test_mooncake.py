@@ -35,7 +35,7 @@ from kvferry.transports.mooncake.agent import GREETING_BYTES, MAX_CONNECTIONS, G
 from kvferry.transports.mooncake.agent_process import MooncakeSettings
 from kvferry.types import EngineId, Epoch, PeerId
 
-DEADLINE_S = 40.0
+DEADLINE_S = 60.0
 PEER = PeerId(EngineId("far"), Epoch("life"), 0)
 OTHER = replace(PEER, engine=EngineId("other"))
 LENGTH = struct.Struct("<Q")
@@ -397,7 +397,7 @@ def forwarding(listener: socket.socket, port: int) -> Iterator[None]:
 def forward(client: socket.socket, target: socket.socket) -> None:
     """Forward one request and its answer, each a length and as many bytes."""
     for source, sink in ((client, target), (target, client)):
-        source.settimeout(5)
+        source.settimeout(DEADLINE_S)
         head = received(source, LENGTH.size)
         sink.sendall(head + received(source, LENGTH.unpack(head)[0]))
 

@@ -21,7 +21,7 @@ from kvferry.transports.nixl.transport import NixlTransport
 from kvferry.types import EngineId, Epoch, MemoryKind, PeerId, Region
 
 PEER = PeerId(EngineId("far"), Epoch("1"), 0)
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 ROOT = Path(__file__).parents[2]
 
 

@@ -27,7 +27,7 @@ from kvferry.types import EngineId, Epoch, MemoryKind, PeerId, Region
 
 PEER = PeerId(EngineId("far"), Epoch("1"), 0)
 SIZE = 1 << 20
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 OFFSETS = np.array([0], np.int64)
 
 

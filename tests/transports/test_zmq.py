@@ -20,7 +20,7 @@ from kvferry.transports.base import ControlEvent, Disconnected, Received
 from kvferry.transports.zmq import CurveKeys, ZmqTransport
 
 KEYS = CurveKeys.from_secret(b"of this test")
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def opened(keys: CurveKeys = KEYS, silence_s: float = 6.0) -> ZmqTransport:

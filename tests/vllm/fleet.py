@@ -230,7 +230,7 @@ def _has_noticed_all(engine: Engine) -> bool:
     """
     if engine.process.name != OUR_ROUTER:
         return True
-    connection = HTTPConnection(engine.address.host, engine.address.port, timeout=5)
+    connection = HTTPConnection(engine.address.host, engine.address.port, timeout=60)
     with closing(connection):
         connection.request("GET", "/readyz")
         state = json.loads(connection.getresponse().read())

@@ -62,7 +62,7 @@ def test_agents_that_are_killed_cost_no_token(right: Right, trio: Trio) -> None:
     assert len(agents) == 2
     for agent in agents:
         agent.kill()
-    psutil.wait_procs(agents, 20)
+    psutil.wait_procs(agents, 60)
 
     async def check() -> None:
         async with new_session(60) as session:

@@ -42,7 +42,7 @@ from kvferry.protocol.tickets import PushTicket, PushTicketKey
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 PATIENT = {"kv_lease_duration": 600}
-SOON_S = 30.0
+SOON_S = 100.0
 CHUNKS = ("--max-num-batched-tokens", "256", "--max-num-seqs", "64")
 FINISHED, FAILED = "kvferry:finished_loads_total", "kvferry:failed_loads_total"
 MOVED = "vllm:nixl_bytes_transferred_sum"

@@ -36,7 +36,7 @@ def other_host() -> Iterator[list[str]]:
     name, cable = f"kvferry-{secrets.token_hex(4)}", f"kvf{secrets.token_hex(3)}"
 
     def ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=10)
+        subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=120)
 
     ip("netns", "add", name)
     try:

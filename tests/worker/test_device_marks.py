@@ -16,7 +16,7 @@ from kvferry.types import RequestId
 from kvferry.worker.commands import RejectLoad
 from kvferry.worker.thread import TransferWorkerThread
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 @dataclass

@@ -26,7 +26,7 @@ REUSE: dict[str, Any] = {
 ADMIN_KEY = "sk-admin"
 DRAIN_S = 60.0
 BACK_S = 60.0
-BURIED_S = 20.0
+BURIED_S = 60.0
 STARTED_AT_ONCE = 2
 
 

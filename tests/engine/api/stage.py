@@ -29,7 +29,7 @@ from kvferry.engine.options import EngineOptions
 from kvferry.errors import KVFerryError, RemoteProtocolError
 from kvferry.web.transfer_records import TransferRecord
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 MODEL_LEN = 200
 VOCAB = 512
 

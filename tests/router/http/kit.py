@@ -18,9 +18,9 @@ from kvferry.router.http.server import Admit, Handler, HttpServer
 from kvferry.router.http.writer import ResponseWriter
 from kvferry.types import Address
 
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 LIMITS = ServerLimits(
-    head_timeout_s=10, body_idle_timeout_s=10, keepalive_s=10, stall_timeout_s=10, linger_s=5
+    head_timeout_s=60, body_idle_timeout_s=60, keepalive_s=60, stall_timeout_s=60, linger_s=5
 )
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -178,7 +178,8 @@ async def ask(
     target: Target,
     method: str = "POST",
     body: bytes = b"hello",
-    head_timeout_s: float = 10,
+    connect_timeout_s: float = 60,
+    head_timeout_s: float = 60,
 ) -> UpstreamResponse:
     return await made.send(
         target,
@@ -186,7 +187,7 @@ async def ask(
         "/v1/x",
         [("X-A", "1")],
         body,
-        connect_timeout_s=5,
+        connect_timeout_s=connect_timeout_s,
         head_timeout_s=head_timeout_s,
     )
 

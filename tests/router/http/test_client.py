@@ -133,8 +133,8 @@ def test_the_request_is_framed_by_the_client_whatever_headers_it_is_given() -> N
                 "/p?q",
                 headers,
                 [b"one", b"two"],
-                connect_timeout_s=5,
-                head_timeout_s=5,
+                connect_timeout_s=60,
+                head_timeout_s=60,
             ) as answer:
                 await answer.read(100, 5)
             assert heard == [
@@ -157,8 +157,8 @@ def test_the_request_is_framed_by_the_client_whatever_headers_it_is_given() -> N
                         path,
                         [("X-A", value)],
                         b"",
-                        connect_timeout_s=5,
-                        head_timeout_s=5,
+                        connect_timeout_s=60,
+                        head_timeout_s=60,
                     )
 
     run(story())
@@ -330,7 +330,7 @@ def test_an_instance_that_does_not_accept_is_not_reached_in_time() -> None:
             async with upstreams() as made:
                 with pytest.raises(ConnectFailed, match="within"):
                     await made.send(
-                        target, "GET", "/", [], b"", connect_timeout_s=0.2, head_timeout_s=5
+                        target, "GET", "/", [], b"", connect_timeout_s=0.2, head_timeout_s=60
                     )
             for filler in fillers:
                 filler.close()

@@ -45,7 +45,7 @@ async def ask(
     target: Target,
     late: Late,
     body: bytes = b"hello",
-    head_timeout_s: float = 10,
+    head_timeout_s: float = 60,
 ) -> UpstreamResponse:
     return await made.send(
         target,
@@ -53,7 +53,7 @@ async def ask(
         "/x",
         [],
         body,
-        connect_timeout_s=5,
+        connect_timeout_s=60,
         head_timeout_s=head_timeout_s,
         on_late_response=late.hear,
     )

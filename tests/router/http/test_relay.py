@@ -298,7 +298,7 @@ def test_a_body_that_was_read_whole_is_passed_on_though_its_connection_serves_an
                     with await ask(made, target) as second:
                         await asyncio.sleep(0.05)
                         assert made.num_connections == 1
-                        await first.relay(reply, [], idle_timeout_s=5, start=start)
+                        await first.relay(reply, [], idle_timeout_s=60, start=start)
                         half.set()
                         seconds.put_nowait(b"".join([part async for part in parts_of(second)]))
 
@@ -423,7 +423,7 @@ def test_an_answer_until_close_that_is_given_up_does_not_look_whole() -> None:
             async def handler(request: ServerRequest, reply: ResponseWriter) -> None:
                 with await ask(made, target) as answer:
                     try:
-                        await answer.relay(reply, [], idle_timeout_s=5)
+                        await answer.relay(reply, [], idle_timeout_s=60)
                     except UpstreamDisconnected:
                         reply.abort()
 

@@ -86,7 +86,7 @@ def test_a_refused_client_that_is_still_sending_gets_its_answer() -> None:
     """
 
     def talk(port: int) -> bytes:
-        with socket.create_connection(("127.0.0.1", port), timeout=10) as sock:
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as sock:
             sock.sendall(b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 8000000\r\n\r\n")
             sock.sendall(b"x" * 8_000_000)
             return sock.makefile("rb").read()

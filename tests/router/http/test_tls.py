@@ -73,7 +73,7 @@ def test_requests_go_through_tls_on_both_sides(cert: Path) -> None:
 
             async def handler(request: ServerRequest, reply: ResponseWriter) -> None:
                 with await ask(made, target, body=bytes(request.body)) as answer:
-                    await answer.relay(reply, [], idle_timeout_s=5)
+                    await answer.relay(reply, [], idle_timeout_s=60)
 
             async with serving(handler, tls=server_side(cert)) as served:
                 reader, writer = await asyncio.open_connection(
@@ -105,7 +105,8 @@ def test_plain_and_tls_do_not_meet(cert: Path) -> None:
                 await ask(made, plain)
         async with instance(answering(b"not tls at all")) as plain, upstreams() as made:
             with pytest.raises(ConnectFailed):
-                await ask(made, Target(plain.address, client_side(cert)))
+                # The instance waits for the end of a request, the client for TLS.
+                await ask(made, Target(plain.address, client_side(cert)), connect_timeout_s=0.5)
             with pytest.raises(InvalidResponse):
                 await ask(made, plain)
 

@@ -72,7 +72,7 @@ except ModuleNotFoundError:  # before 0.33, whose function takes no groups
     get_global_kv_cache_groups = None
 
 BLOCK = 32
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 QUEUES = ("waiting", "kv_holding_waiting", "deferred_waiting")
 """The scheduler's queues of requests that do not run."""
 _MODULUS = 16_777_213

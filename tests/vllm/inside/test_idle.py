@@ -14,7 +14,7 @@ from vllm.v1.engine.core import EngineCoreProc
 from kvferry.vllm.idle import EngineLoop, IdleWait, find_engine_loop
 
 HOUR_S = 3600.0
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 @dataclass
