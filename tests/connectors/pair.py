@@ -25,7 +25,6 @@ from kvferry.connectors.contract import (
     SupportsHMA,
 )
 from kvferry.connectors.factory import KVConnectorFactory
-from kvferry.connectors.stock import StockInterop
 from kvferry.testing.local import LocalMemory
 from kvferry.transports.base import (
     BlockStore,
@@ -157,7 +156,6 @@ class EngineSide:
         buffer_device: str = "auto",
         connector: str = "NixlConnector",
         supports_write_grants: bool = False,
-        stock: StockInterop | None = None,
         **extra: Any,
     ) -> None:
         transfer = KVTransferConfig.from_mapping(
@@ -180,7 +178,6 @@ class EngineSide:
             b"a secret of the cluster",
             f"epoch of {name}",
             MemoryKit(network, supports_write_grants),
-            stock=stock,
         )
         self.memory = {
             layer: np.zeros((NUM_BLOCKS, 1, BLOCK_SIZE, 16), dtype=np.uint8)

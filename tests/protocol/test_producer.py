@@ -30,14 +30,13 @@ D = Route(b"d")
 A = RequestId("a")
 
 
-def make_producer(serves_stock: bool = False) -> Producer:
+def make_producer() -> Producer:
     settings = ProducerSettings(
         engine=EngineId("p"),
         epoch=Epoch("e1"),
         lease_ttl_s=30,
         lease_extension_s=20,
         grant_wait_s=5,
-        serves_stock=serves_stock,
     )
     return Producer(settings, KEY, PushTicketKey(b"secret"), no_writers())
 
@@ -82,34 +81,6 @@ def test_a_confirm_that_is_processed_late_is_refused_even_before_the_expiry_was_
     producer.receive(D, Confirm("e1", "a", "d/1"), now=31)
     [reply] = take_replies(producer.outbox)
     assert isinstance(reply.message, Refused)
-
-
-def test_a_revoked_lease_that_a_stock_consumer_may_read_holds_the_blocks() -> None:
-    producer = make_producer(serves_stock=True)
-    producer.grant(A, 1, now=0)
-    producer.receive(D, Attach(ticket(), "d/1"), now=1)
-    producer.revoke(A)
-    producer.receive(D, Heartbeat("e1", 1, ["a"]), now=2)
-    producer.receive(D, Confirm("e1", "a", "d/1"), now=2)
-    producer.receive(D, Attach(ticket(), "d/2"), now=2)
-    beat, *refused = take_replies(producer.outbox)
-    assert beat == Reply(D, HeartbeatReply("e1", 1, ["a"]))
-    assert [type(reply.message) for reply in refused] == [Refused, Refused]
-    producer.renew([A], now=25)
-    producer.advance(now=44)
-    assert ended(producer) == []
-    producer.advance(now=45)
-    assert ended(producer) == [("a", LeaseEnd.EXPIRED)]
-
-
-def test_a_stock_consumers_notification_frees_a_revoked_lease() -> None:
-    producer = make_producer(serves_stock=True)
-    producer.grant(A, 1, now=0)
-    producer.release_ticket(A, 1)
-    assert ended(producer) == []
-    producer.abandon(A)
-    assert ended(producer) == [("a", LeaseEnd.RELEASED)]
-    assert producer.num_leases == 0
 
 
 def test_a_ticket_that_overtakes_its_grant_is_good() -> None:

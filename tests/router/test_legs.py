@@ -383,11 +383,6 @@ def test_params_of_an_engine_without_tickets_are_still_passed_on(params: dict[st
     assert json.loads(bytes(found.params)) == params
 
 
-def test_a_ticket_of_an_engine_with_interop_is_released_at_its_own_side_channel() -> None:
-    params = {"ticket": "t", "remote_host": "p", "remote_port": 7000, "side_channel_port": 5600}
-    assert handover(params).side_channel == Address("p", 5600)
-
-
 @pytest.mark.parametrize("body", [b'{"id":"x"}', b'{"kv_transfer_params":null}'])
 def test_an_answer_without_params_offers_no_blocks(body: bytes) -> None:
     assert read_prefill_answer(body) is None

@@ -16,7 +16,6 @@ from kvferry.config.fields import (
     LeaseSeconds,
     Natural,
     Number,
-    Port,
     Seconds,
     Settings,
     Text,
@@ -31,7 +30,6 @@ from kvferry.config.side_channel import checked_address, numeric_host
 from kvferry.errors import ConfigError
 from kvferry.types import Address
 
-INTEROPS = ("vllm-0.32",)
 MOONCAKE_PROTOCOLS = ("tcp", "rdma")
 PUSH_WRITES = ("fenced", "always", "never")
 KNOWN_TRANSPORTS = ("memory", "shm", "cuda_ipc", "nixl", "tcp", "mooncake", "dist")
@@ -131,15 +129,7 @@ class NixlExtraConfig(ExtraConfig):
     peers: Texts = ()
     """In push behind a router that does not sign: the side channels (host:port) of engines that are
     trusted without a ticket (on D its P's, on P its D's). The two legs are then matched by their
-    request id. With `interop`: the side channels of the stock P's that D may load from.
-    """
-    interop: Text | None = None
-    """The release of vLLM with whose own NixlConnector this engine exchanges KV: vllm-0.32; null:
-    none. A stock peer cannot confirm a read; docs/interop.md lists the protection that remains.
-    """
-    interop_port: Port = 0
-    """With `interop`: the port where P answers the handshakes of stock D's; 0: any free port. Each
-    further data-parallel rank takes the next port.
+    request id.
     """
     force_host_buffer: Flag = False
     """Use a host buffer as with `kv_buffer_device: cpu`, even if the cache is in host memory; for
@@ -179,15 +169,6 @@ class NixlExtraConfig(ExtraConfig):
             )
         for peer in self.peers:
             checked_address("peers has", peer, "10.0.0.7:5600")
-        if self.interop is not None and self.interop not in INTEROPS:
-            raise ConfigError(
-                f"interop is {shown(self.interop)}; {nearest(self.interop, INTEROPS)}"
-            )
-        if self.interop and self.bidirectional_kv_xfer:
-            raise ConfigError(
-                "interop cannot be used with bidirectional_kv_xfer: a stock peer cannot ask for a "
-                "retained turn; remove one of them"
-            )
 
     def _check_transports(self) -> None:
         for transport in self.transports:

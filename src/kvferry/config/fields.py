@@ -41,6 +41,8 @@ RENAMED = {
 }
 """Settings of earlier versions, in connectors and in the router's file, with their present names.
 """
+REMOVED = dict.fromkeys(("interop", "interop_port"), "run kvferry on both P and D")
+"""Settings of earlier versions that no longer exist, with what to do instead."""
 RENAMED_FLAGS = {"--planes": "--transports", "--plane": "--transport", "--pieces": "--segments"}
 
 HOST_NAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
@@ -118,6 +120,8 @@ def refuse_unknown_keys(keys: Iterable[object], known: Iterable[str], owner: str
         if key not in known:
             if RENAMED.get(str(key)) in known:
                 raise ConfigError(f"{key} of {owner} is now called {RENAMED[str(key)]}; rename it")
+            if key in REMOVED:
+                raise ConfigError(f"{key} of {owner} no longer exists; {REMOVED[str(key)]}")
             raise ConfigError(
                 f"{shown_key(key)} is not a setting of {owner}; {nearest(str(key), known)}"
             )

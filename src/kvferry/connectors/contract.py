@@ -29,7 +29,6 @@ from kvferry.protocol.tickets import HOLE
 if TYPE_CHECKING:
     from kvferry.config import KVTransferConfig, SideChannelConfig
     from kvferry.connectors.stats import KVConnectorPromMetrics, KVConnectorStats
-    from kvferry.connectors.stock import StockInterop
     from kvferry.events import TransferTimes
     from kvferry.protocol.messages import Factor
     from kvferry.transports.base import CacheMemory, TransportKit
@@ -310,8 +309,6 @@ class ConnectorConfig:
     max_model_len: int = 0
     publishes_kv_events: bool = False
     """Whether the engine publishes what `take_events` returns."""
-    stock: "StockInterop | None" = None
-    """Set only if `interop` is set: how to exchange KV with vLLM's own connector."""
 
 
 class KVConnectorMetadata:

@@ -70,5 +70,3 @@ class NixlHandshakeMetadata(KVConnectorHandshakeMetadata):
     """Readers read a copy of the granted blocks in a host buffer, so a grant must name the blocks
     to copy.
     """
-    stock_payload: bytes = b""
-    """The answer to a stock handshake; empty without `interop`."""

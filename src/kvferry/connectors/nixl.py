@@ -22,7 +22,6 @@ from kvferry.connectors.metadata import NixlConnectorMetadata
 from kvferry.connectors.push_mode import PushMode
 from kvferry.connectors.scheduler import NixlConnectorScheduler
 from kvferry.connectors.stats import KVConnectorStats, TransferStats
-from kvferry.connectors.stock import StockPullMode, check_interop
 from kvferry.connectors.transfer_mode import PullMode, TicketIssuer, TransferMode
 from kvferry.connectors.two_halves import TwoHalvesConnector
 from kvferry.connectors.worker import NixlConnectorWorker
@@ -43,7 +42,6 @@ class NixlConnector(TwoHalvesConnector[NixlConnectorScheduler, NixlConnectorWork
         super().__init__(config, role, kv_cache_config)
         extra = config.kv_transfer.extra
         assert isinstance(extra, NixlExtraConfig)
-        check_interop(config, extra, type(self).__name__)
         is_scheduler = role is KVConnectorRole.SCHEDULER
         self._scheduler_half = (
             self._make_scheduler(config, kv_cache_config, extra) if is_scheduler else None
@@ -59,8 +57,6 @@ class NixlConnector(TwoHalvesConnector[NixlConnectorScheduler, NixlConnectorWork
         issuer = TicketIssuer(config, cache, TicketKey(config.secret), extra.kv_lease_duration)
         pushes = cls.transfer_mode_of(extra) == "push"
         mode: TransferMode = PushMode(config, cache, extra, issuer) if pushes else PullMode(issuer)
-        if config.stock is not None:
-            mode = StockPullMode(issuer, extra.peer_addresses, config.stock.arrived_at)
         return NixlConnectorScheduler(config, cache, extra, issuer=issuer, mode=mode)
 
     @classmethod

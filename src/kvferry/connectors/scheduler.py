@@ -90,7 +90,6 @@ from kvferry.worker.commands import (
     WorkerCommand,
 )
 from kvferry.worker.side_channel import EndedTurn, SideChannel
-from kvferry.worker.stock_side_channel import StockSideChannel
 
 _WEIGHTS_CHANGED = (
     "this engine's weights may have changed since the request arrived; send the request again"
@@ -128,7 +127,6 @@ class NixlConnectorScheduler:
         """Live requests that arrived before the last reset: their KV may be of older weights."""
         self._commands: list[WorkerCommand] = []
         self._side_channel: SideChannel | None = None
-        self._stock_channel: StockSideChannel | None = None
         self._stats = TransferStats()
         self._wake_engine: Callable[[], None] = _no_wakeup
 
@@ -170,7 +168,6 @@ class NixlConnectorScheduler:
         keys = (self._issuer.key, PushTicketKey(self._config.secret))
         self._side_channel = SideChannel(control, served, keys, lambda: self._wake_engine())
         self._side_channel.start()
-        self._serve_stock(parts)
         self._stats.data[SIDE_CHANNEL_METRIC] = str(self._issuer.address)
         _log.info(
             "side channel open address=%s engine=%s epoch=%s",
@@ -179,25 +176,9 @@ class NixlConnectorScheduler:
             served.epoch,
         )
 
-    def _serve_stock(self, parts: Mapping[int, NixlHandshakeMetadata]) -> None:
-        """With `interop`, open the side channel for stock decode sides as well."""
-        if self._config.stock is None or not self._config.kv_transfer.is_kv_producer:
-            return
-        listener = self._config.stock.kit.listener()
-        self._issuer.stock_address = listener.address
-        self._stock_channel = StockSideChannel(listener, parts[0].stock_payload)
-        self._stock_channel.start()
-        _log.warning(
-            "interop is on: stock vLLM peers are not authenticated and cannot confirm reads "
-            "address=%s",
-            listener.address,
-        )
-
     def close(self) -> None:
         if self._side_channel is not None:
             self._side_channel.close()
-        if self._stock_channel is not None:
-            self._stock_channel.close()
 
     # -- consumer --
 

@@ -116,8 +116,6 @@ class TicketIssuer:
     serial: int = 0
     weights: str = ""
     """The version of this engine's weights; empty for the weights of its start."""
-    stock_address: Address | None = None
-    """Where stock decode sides find this engine; None without `interop`."""
 
     def next_serial(self) -> int:
         self.serial += 1
@@ -174,25 +172,6 @@ class TicketIssuer:
             "remote_blocks_expiry_time": None,
             "transfer_mode": "pull",
             "ticket": self.key.sign(ticket),
-            **self._stock_keys(ticket),
-        }
-
-    def _stock_keys(self, ticket: Ticket) -> dict[str, Any]:
-        """With `interop`, the address for stock decode sides, and beside it the port of our own
-        side channel, where routers release the ticket.
-
-        A stock peer cannot compare versions of weights, and reads from an engine id that it knows
-        without another handshake. So if the weights were replaced, the id is one that no stock
-        handshake answers to.
-        """
-        if self.stock_address is None:
-            return {}
-        if self.weights:
-            return {"remote_engine_id": f"{ticket.engine} with weights {self.weights}"}
-        return {
-            "remote_host": self.stock_address.host,
-            "remote_port": self.stock_address.port,
-            "side_channel_port": ticket.port,
         }
 
 

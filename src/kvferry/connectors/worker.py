@@ -29,7 +29,6 @@ from kvferry.connectors.metadata import (
     NixlWorkerMetadata,
 )
 from kvferry.connectors.stats import TransferStats
-from kvferry.connectors.stock import make_stock_part
 from kvferry.errors import ConfigError
 from kvferry.events import (
     BytesMoved,
@@ -105,14 +104,8 @@ class NixlConnectorWorker:
         factors = compatibility_factors(self._config, self._cache)
         uses_host_buffer = self._host_buffer is not None
         layout = encode_layout(_layout(geometry, control, offers, uses_host_buffer))
-        stock = make_stock_part(self._config, self._extra, geometry.regions, uses_host_buffer)
         self._handshake = NixlHandshakeMetadata(
-            geometry.tp_rank,
-            layout,
-            factors,
-            self._config.epoch,
-            uses_host_buffer,
-            b"" if stock is None else stock.payload,
+            geometry.tp_rank, layout, factors, self._config.epoch, uses_host_buffer
         )
         store = self._block_store(own, geometry)
         fenced = frozenset(
@@ -121,14 +114,7 @@ class NixlConnectorWorker:
         settings = transfer_worker_settings(
             self._config, self._extra, geometry, offers, factors, uses_host_buffer, fenced
         )
-        transfer_worker = TransferWorker(
-            settings,
-            transports,
-            control,
-            store,
-            time.monotonic,
-            None if stock is None else stock.dialect,
-        )
+        transfer_worker = TransferWorker(settings, transports, control, store, time.monotonic)
         self._thread = TransferWorkerThread(
             transfer_worker, control.wake, f"kvferry-tp{geometry.tp_rank}"
         )
@@ -335,7 +321,6 @@ def transfer_worker_settings(
         grant_wait_s=extra.grant_wait,
         leg_wait_s=extra.leg_wait,
         uses_host_buffer=uses_host_buffer,
-        serves_stock=bool(extra.interop),
         peer_addresses=extra.peer_addresses,
     )
     consumer = ConsumerSettings(

@@ -62,8 +62,6 @@ class _Lease:
     offered: set[str] = field(default_factory=set)
     """Push readers that were offered the lease and will attach or detach."""
     is_open: bool = False
-    is_refused: bool = False
-    """Whether every reader is refused; the blocks stay leased for readers that are not known."""
     settled: LeaseEnd | None = None
     unsettled: LeaseEnd = LeaseEnd.EXPIRED
     """How the lease ends if the deadline passes before the lease is settled."""
@@ -179,7 +177,7 @@ class LeaseTable:
     def ticket_status(self, request: RequestId, serial: int) -> TicketStatus:
         """Return whether the lease of a ticket is held, still to be granted, or over."""
         lease = self._leases.get(request)
-        if lease is not None and lease.serial == serial and not lease.is_refused:
+        if lease is not None and lease.serial == serial:
             return TicketStatus.HELD
         return TicketStatus.PENDING if serial > self._last_serial else TicketStatus.GONE
 
@@ -227,16 +225,13 @@ class LeaseTable:
             lease.offered.add(reader)
 
     def renew_all(self, requests: Iterable[RequestId], now: float) -> list[RequestId]:
-        """Renew leases and return those that are not held (a late heartbeat, not an error).
-
-        A lease whose readers are refused is renewed for readers that are not known, and returned.
-        """
+        """Renew leases and return those that are not held (a late heartbeat, not an error)."""
         until, leases, missing = now + self.extension_s, self._leases, []
         for request in requests:
             lease = leases.get(request)
-            if lease is None or lease.is_refused:
+            if lease is None:
                 missing.append(request)
-            if lease is not None and lease.deadline < until:
+            elif lease.deadline < until:
                 lease.deadline = until
         return missing
 
@@ -308,19 +303,6 @@ class LeaseTable:
         for reader in list(lease.readers):
             self._drop_reader(lease, reader)
         return LeaseEnded(request, lease.settled or LeaseEnd.RELEASED)
-
-    def revoke_readers(self, request: RequestId) -> LeaseEnded | None:
-        """As `revoke`, but an unsettled lease stays until `abandon` or its deadline, because a
-        consumer that never attaches may be reading the blocks.
-        """
-        lease = self._leases.get(request)
-        if lease is None or lease.settled is not None:
-            return self.revoke(request)
-        for reader in list(lease.readers):
-            self._drop_reader(lease, reader)
-        lease.awaited.clear()
-        lease.is_refused = True
-        return None
 
     def expire(self, now: float) -> list[LeaseEnded]:
         """Remove and return every lease whose deadline has passed, earliest first."""

@@ -313,22 +313,9 @@ class Producer:
         self._leases.abandon(request)
         self._report_ended()
 
-    def renew(self, requests: Sequence[RequestId], now: float) -> None:
-        """Renew the leases that a stock consumer waits for; others are ignored."""
-        self._leases.renew_all(requests, now)
-
     def revoke(self, request: RequestId) -> None:
-        """End a lease even if readers are attached, because the KV is not valid.
-
-        A producer that serves stock consumers refuses the readers, but holds the blocks until a
-        consumer has notified or the lease expires: a stock consumer confirms nothing, so it would
-        take what the engine writes into freed blocks for its KV.
-        """
-        leases = self._leases
-        if self._settings.serves_stock:
-            revoked = leases.revoke_readers(request)
-        else:
-            revoked = leases.revoke(request)
+        """End a lease even if readers are attached, because the KV is not valid."""
+        revoked = self._leases.revoke(request)
         if revoked is not None:
             self._note_end(revoked)
 

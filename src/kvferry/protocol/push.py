@@ -45,8 +45,6 @@ class ProducerSettings:
     """How long a registration waits for its prefill leg to arrive at the engine."""
     uses_host_buffer: bool = False
     """Whether readers read a copy of the blocks in host memory."""
-    serves_stock: bool = False
-    """Whether stock consumers read blocks, which never attach (docs/interop.md)."""
     peer_addresses: frozenset[str] = frozenset()
     """Side channels (host:port) of push consumers that may register by request id, without a push
     ticket.

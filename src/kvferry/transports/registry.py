@@ -41,7 +41,6 @@ from kvferry.transports.nixl.bounce.settings import BounceSettings
 from kvferry.transports.nixl.bounce.transport import BounceNixlTransport
 from kvferry.transports.nixl.transport import NetworkReach, NixlTransport
 from kvferry.transports.shm import SharedMemory, ShmTransport
-from kvferry.transports.stock_channel import StockDialer, StockListener
 from kvferry.transports.tcp.transport import TcpTransport
 from kvferry.transports.torch_dist.settings import DistSettings
 from kvferry.transports.zmq import CurveKeys, ZmqTransport
@@ -128,7 +127,11 @@ class ConfiguredTransportKit:
         made: list[DataTransport] = []
         for name in self.transports:
             if name == "nixl":
-                reach = _reach(self.advertised_host)
+                reach = (
+                    NetworkReach.THIS_HOST
+                    if is_loopback(self.advertised_host)
+                    else NetworkReach.ANYWHERE
+                )
                 made.append(
                     BounceNixlTransport(
                         NixlTransport(self.backends, self.num_threads, reach),
@@ -202,32 +205,6 @@ class ConfiguredTransportKit:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class ConfiguredStockKit:
-    """Makes the transports that speak with vLLM's own connector, if `interop` is set."""
-
-    bind_host: str
-    advertised_host: str
-    port: int
-    backends: tuple[str, ...]
-    num_threads: int
-
-    def listener(self) -> StockListener:
-        try:
-            return StockListener(self.bind_host, self.advertised_host, self.port)
-        except OSError as error:
-            raise ConfigError(
-                f"the side channel for stock peers cannot listen ({error}); choose another "
-                "interop_port"
-            ) from error
-
-    def dialer(self) -> StockDialer:
-        return StockDialer()
-
-    def transport(self) -> NixlTransport:
-        return NixlTransport(self.backends, self.num_threads, _reach(self.advertised_host))
-
-
 def nixl_settings(transfer: KVTransferConfig | None) -> NixlExtraConfig:
     """Return the NIXL settings of the connector, or of the first connector in a MultiConnector that
     has NIXL settings; otherwise the defaults.
@@ -238,10 +215,6 @@ def nixl_settings(transfer: KVTransferConfig | None) -> NixlExtraConfig:
         (c.extra for c in transfer.connectors if isinstance(c.extra, NixlExtraConfig)),
         NixlExtraConfig(),
     )
-
-
-def _reach(advertised_host: str) -> NetworkReach:
-    return NetworkReach.THIS_HOST if is_loopback(advertised_host) else NetworkReach.ANYWHERE
 
 
 def _dist_settings(transfer: KVTransferConfig | None) -> DistSettings:

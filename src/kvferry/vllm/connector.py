@@ -48,7 +48,6 @@ from kvferry.vllm.release import find_cache_hit_source, warn_if_untested
 from kvferry.vllm.remote_loads import OptionalLoadFailures, RemoteLoads
 from kvferry.vllm.salts import CacheSalts
 from kvferry.vllm.states import shorten_prefill_leg, state_specs, state_views
-from kvferry.vllm.stock_interop import with_interop
 from kvferry.vllm.translate import (
     BlocksView,
     VllmRequestView,
@@ -176,7 +175,6 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         if not is_worker and vllm_config.lora_config is not None:
             self._salts.adapters.watch_engine()
         cache = cache_config(vllm_config, kv_cache_config, formats)
-        config = with_interop(config, cache, vllm_config, kv_cache_config, is_worker)
         self._has_states = cache.has_states
         self._first_token_note = FirstTokenNote(vllm_config, cache.has_states)
         num_state_groups = sum(group.is_state for group in cache.groups)

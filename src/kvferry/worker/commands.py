@@ -7,7 +7,6 @@ transfer worker of every rank. Plain data; pure.
 from dataclasses import dataclass
 
 from kvferry.protocol.fingerprints import Fingerprint
-from kvferry.protocol.stock_dialect import StockSource
 from kvferry.types import Address, RequestId
 
 
@@ -29,19 +28,6 @@ class PrepareOptionalLoad:
 
     request: RequestId
     ticket: str
-
-
-@dataclass(frozen=True, slots=True)
-class PrepareStockLoad:
-    """A request whose KV a stock vLLM holds has arrived: shake hands, keep the lease alive.
-
-    The scheduler has checked that the producer's address is among the engine's configured `peers`.
-    """
-
-    request: RequestId
-    source: StockSource
-    arrived_at: float
-    """When the request arrived at this engine's server, by the monotonic clock of this host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +230,6 @@ class ReleasePushTicket:
 ConsumerCommand = (
     PrepareLoad
     | PrepareOptionalLoad
-    | PrepareStockLoad
     | RegisterForPush
     | RegisterForPushByAddress
     | StartLoad

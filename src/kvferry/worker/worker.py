@@ -88,7 +88,6 @@ from kvferry.worker.commands import (
     WithdrawStream,
     WorkerCommand,
 )
-from kvferry.worker.stock import StockDialect
 
 MAX_WAIT_S = 1.0
 CONTROL_RESOLUTION_S = 0.0005
@@ -138,10 +137,7 @@ class TransferWorker:
         control: ControlTransport,
         store: BlockStore,
         clock: Callable[[], float],
-        stock: StockDialect | None = None,
     ) -> None:
-        """`stock`: only if this engine exchanges KV with vLLM's own connector."""
-        self._stock = stock
         self._key = TicketKey(settings.secret)
         self._push_key = PushTicketKey(settings.secret)
         self._consumer = Consumer(settings.consumer)
@@ -163,8 +159,8 @@ class TransferWorker:
         producer, consumer = self._producer, self._consumer
         return TransferWorkerSnapshot(
             leases=producer.num_leases,
-            transfers=consumer.num_transfers + (self._stock.num_loads if self._stock else 0),
-            reads=len(self._moves) + (self._stock.num_reads if self._stock else 0),
+            transfers=consumer.num_transfers,
+            reads=len(self._moves),
             peers=consumer.num_peers,
             registrations=producer.num_registrations,
             writes=len(producer.writers) + producer.writers.num_posted,
@@ -212,9 +208,6 @@ class TransferWorker:
             self._finish_store(self._stored.pop(stored.handle), stored.error, now)
         for command in self._postponed.take_due():
             self._execute_for_consumer(command, now)
-        if self._stock is not None:
-            self._stock.serve(self._producer, now)
-            self._outbox.events += self._stock.advance(now, engine_seen_at)
         self._producer.advance(now)
         self._consumer.advance(now, engine_seen_at)
         self._perform(now)
@@ -239,8 +232,6 @@ class TransferWorker:
             ):
                 intervals.append(self._serving_interval_s(transport, now))
             waits += [interval for interval in intervals if interval is not None]
-        if self._stock is not None:
-            waits.append(self._stock.idle_s(now, has_leases=self._producer.num_leases > 0))
         return max(0.0, min([MAX_WAIT_S, *waits]))
 
     def _serving_interval_s(self, transport: DataTransport, now: float) -> float | None:
@@ -260,7 +251,6 @@ class TransferWorker:
             for close in (
                 self._control.close,
                 self._store.close,
-                *(() if self._stock is None else (self._stock.close,)),
                 *(transport.close for transport in self._transports.values()),
             ):
                 stack.callback(close)
@@ -305,8 +295,6 @@ class TransferWorker:
     def _execute(self, command: WorkerCommand, now: float) -> None:
         if isinstance(command, ProducerCommand):
             self._execute_for_producer(command, now)
-        elif self._stock is not None and self._stock.execute(command, now):
-            return
         elif not self._postponed.postpones(command):
             self._execute_for_consumer(command, now)
 

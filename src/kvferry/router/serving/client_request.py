@@ -427,8 +427,6 @@ class _Params(msgspec.Struct, gc=False):
     ticket: str | None = None
     remote_host: str | None = None
     remote_port: int | None = None
-    side_channel_port: int | None = None
-    """Set by a P with `interop`, whose `remote_port` is for stock decode sides."""
     remote_engine_id: str | None = None
     remote_epoch: str | None = None
     """Set by a P that pushes."""
@@ -467,10 +465,9 @@ def _push_source(params: _Params, address: Address | None) -> PushSource | None:
 
 
 def _side_channel(params: _Params) -> Address | None:
-    port = params.side_channel_port or params.remote_port
-    if not params.remote_host or port is None or not 0 < port < 65536:
+    if not params.remote_host or params.remote_port is None or not 0 < params.remote_port < 65536:
         return None
-    return Address(params.remote_host, port)
+    return Address(params.remote_host, params.remote_port)
 
 
 def _several_prompts(fields: _Fields) -> tuple[msgspec.Raw, ...] | InvalidRequest:

@@ -152,7 +152,10 @@ class NixlAgent:
 
         TransportError if the peer cannot be reached or the name is wrong.
         """
-        added = self._load(metadata, peer)
+        try:
+            added = self._agent.add_remote_agent(metadata).decode(errors="replace")
+        except self._errors as error:
+            raise TransportError(f"peer {peer} cannot be reached over nixl ({error})") from error
         if added != name:
             if added not in self.remotes:  # `added` may be the agent of an honest peer
                 self.remove(added)
@@ -160,29 +163,8 @@ class NixlAgent:
                 f"the nixl offer of {peer} names one agent and has the metadata of "
                 "another; drop this peer"
             )
-        self._note_added(added)
-
-    def add_unnamed(self, metadata: bytes, peer: PeerId) -> str:
-        """Connect to an agent that only its metadata names, and return the name.
-
-        TransportError if the peer cannot be reached, or if the agent is connected already: its
-        owner has then named it, and the metadata may be forged.
-        """
-        added = self._load(metadata, peer)
-        if added in self.remotes:
-            raise TransportError(f"{peer} has the nixl metadata of another peer; drop this peer")
-        self._note_added(added)
-        return added
-
-    def _load(self, metadata: bytes, peer: PeerId) -> str:
-        try:
-            return str(self._agent.add_remote_agent(metadata).decode(errors="replace"))
-        except self._errors as error:
-            raise TransportError(f"peer {peer} cannot be reached over nixl ({error})") from error
-
-    def _note_added(self, name: str) -> None:
-        self.remotes.add(name)
-        self._disconnected.discard(name)
+        self.remotes.add(added)
+        self._disconnected.discard(added)
 
     def remove(self, name: str) -> None:
         self.remotes.discard(name)
@@ -435,12 +417,6 @@ class AgentPool:
         if link.agent not in self._in_use.remotes:
             self._in_use.add(link.agent, link.metadata, link.peer)
         return self._in_use
-
-    def discover(self, metadata: bytes, peer: PeerId, open_agent: Callable[[], NixlAgent]) -> str:
-        """Connect the agent in use to an agent that only its metadata names; return the name."""
-        if self._in_use is None:
-            self._in_use = open_agent()
-        return self._in_use.add_unnamed(metadata, peer)
 
     def leave(self, name: str) -> None:
         """Remove a peer's agent as soon as no transfer to the peer is posted."""

@@ -318,18 +318,6 @@ class NixlTransport:
             regions,
         )
 
-    def connect_unnamed(self, peer: PeerId, metadata: bytes, regions: Sequence[Region]) -> None:
-        """Connect as `connect` does, to an agent that only its metadata names.
-
-        TransportError if the peer cannot be reached.
-        """
-        self._registered()
-        check_regions(regions, peer)
-        self.disconnect(peer)
-        self._posting.advance(self._transfers)
-        name = self._posting.discover(metadata, peer, self._open_posting_agent)
-        self._links[peer] = NixlLink(peer, name, metadata, tuple(regions))
-
     def is_connected(self, peer: PeerId) -> bool:
         return peer in self._links
 
