@@ -1,6 +1,6 @@
 """The contract between an engine and a KV connector: `KVConnectorBase_V1`.
 
-The names, call order and return values are those of vLLM 0.32, so that an engine written against
+The names, call order and return values are those of vLLM 0.33, so that an engine written against
 vLLM's or kvferry's base class can drive connectors of both. A connector has one instance per role:
 one SCHEDULER in the process that schedules, one WORKER in each tensor-parallel rank. Per step an
 engine calls, in this order:
@@ -567,7 +567,9 @@ class KVConnectorBase_V1(ABC):
     def set_xfer_handshake_metadata(
         self, metadata: Mapping[int, KVConnectorHandshakeMetadata]
     ) -> None:
-        """Accept the workers' handshake data by TP rank. Called once, after registration."""
+        """Accept the workers' handshake data by TP rank. Called after registration, and again after
+        `restore_kv_caches`; may repeat what was accepted before.
+        """
         return None
 
     def set_xfer_handshake_metadata_pp_aware(
@@ -598,6 +600,19 @@ class KVConnectorBase_V1(ABC):
 
     def register_kv_caches(self, kv_caches: Mapping[str, KVTensor]) -> None:
         """Accept the cache tensors by layer name. Called once, before any transfer."""
+        return None
+
+    def unregister_kv_caches(self) -> None:
+        """The memory of the caches is about to be freed, because the engine goes to sleep. No
+        request holds blocks. Steps without tokens may follow before `restore_kv_caches`.
+        Idempotent.
+        """
+        return None
+
+    def restore_kv_caches(self) -> None:
+        """The caches have memory again, at the same addresses and with undefined content.
+        Idempotent.
+        """
         return None
 
     def register_cross_layers_kv_cache(self, kv_cache: KVTensor, attn_backend: Any = None) -> None:
@@ -668,6 +683,11 @@ class KVConnectorBase_V1(ABC):
         return None
 
     # -- class methods --
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """Whether `unregister_kv_caches` lets go of the memory of the caches."""
+        return True
 
     @classmethod
     def get_required_kvcache_layout(cls, config: ConnectorConfig) -> str | None:

@@ -86,6 +86,9 @@ class DecodeBenchConnector(KVConnectorBase_V1, SupportsHMA):
             for cache in self._caches.values():
                 self._fill(cache)
 
+    def restore_kv_caches(self) -> None:
+        self.register_kv_caches(self._caches)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         assert isinstance(self._connector_metadata, FillMetadata)
         groups = self._kv_cache_config.groups

@@ -12,6 +12,7 @@ from kvferry.connectors.contract import (
     KVConnectorWorkerMetadata,
 )
 from kvferry.protocol.messages import Factor
+from kvferry.types import Epoch
 from kvferry.worker.commands import WorkerCommand
 
 
@@ -66,7 +67,16 @@ class NixlHandshakeMetadata(KVConnectorHandshakeMetadata):
     factors: Mapping[str, Factor]
     epoch: str
     """The rank's epoch; the scheduler checks that it equals the scheduler's own."""
+    registration: int = 0
+    """How often the rank has registered its cache again after a sleep."""
     uses_host_buffer: bool = False
     """Readers read a copy of the granted blocks in a host buffer, so a grant must name the blocks
     to copy.
     """
+
+
+def registered_epoch(epoch: str, registration: int) -> Epoch:
+    """The epoch under which peers know an engine that has registered its caches again after a
+    sleep: for them the engine has restarted, so tickets and connections of before are void.
+    """
+    return Epoch(f"{epoch}.{registration}" if registration else epoch)

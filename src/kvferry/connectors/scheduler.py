@@ -40,6 +40,7 @@ from kvferry.connectors.metadata import (
     NixlConnectorMetadata,
     NixlHandshakeMetadata,
     NixlWorkerMetadata,
+    registered_epoch,
 )
 from kvferry.connectors.params import (
     BadParams,
@@ -74,7 +75,7 @@ from kvferry.protocol.fingerprints import (
 )
 from kvferry.protocol.handshake import ServedEngine
 from kvferry.protocol.tickets import HOLE, MAX_TICKET_NAME_CHARS, PushTicketKey, Ticket
-from kvferry.types import Address, EngineId, Epoch, FailurePolicy, RequestId
+from kvferry.types import Address, EngineId, FailurePolicy, RequestId
 from kvferry.worker.commands import (
     AbandonLease,
     AbortLoad,
@@ -136,7 +137,9 @@ class NixlConnectorScheduler:
         self._wake_engine = wake
 
     def serve(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
-        """Open the side channel. Called when all workers have registered their caches."""
+        """Open the side channel. Called when all workers have registered their caches, and again
+        when they have registered them after a sleep.
+        """
         parts = {
             rank: part for rank, part in metadata.items() if isinstance(part, NixlHandshakeMetadata)
         }
@@ -154,13 +157,24 @@ class NixlConnectorScheduler:
                 "scheduler's epoch (with Ray, set "
                 "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY=KVFERRY_)"
             )
+        registrations = {part.registration for part in parts.values()}
+        if len(registrations) > 1:
+            raise LocalProtocolError(
+                f"the ranks have registered their caches {sorted(registrations)} times after a "
+                "sleep; restart the engine"
+            )
+        self._issuer.epoch = registered_epoch(self._config.epoch, registrations.pop())
         self._issuer.uses_host_buffer = any(part.uses_host_buffer for part in parts.values())
         served = ServedEngine(
             EngineId(self._config.kv_transfer.engine_id),
-            Epoch(self._config.epoch),
+            self._issuer.epoch,
             dict(next(iter(parts.values())).factors),
             {rank: part.layout for rank, part in parts.items()},
         )
+        if self._side_channel is not None:
+            self._side_channel.serve(served)
+            _log.info("side channel serves another epoch epoch=%s", served.epoch)
+            return
         control = self._config.kit.side_channel()
         address = Address.parse(control.address.removeprefix("tcp://"))
         assert address is not None
@@ -683,7 +697,7 @@ class NixlConnectorScheduler:
         A router chose this engine for both legs: the blocks are in the engine's own prefix cache,
         and an engine never connects to itself.
         """
-        if ticket.epoch == self._config.epoch:
+        if ticket.epoch == self._issuer.epoch:
             self._commands.append(ReleaseTicket(ticket.lease, ticket.serial))
 
     def _describe_other_weights(self, ticket: Ticket) -> str:

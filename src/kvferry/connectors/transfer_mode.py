@@ -17,7 +17,7 @@ from kvferry.connectors.params import LoadFromPeer, PrefillForPeer
 from kvferry.connectors.scheduler_tables import LoadOffer
 from kvferry.protocol.fingerprints import Fingerprint
 from kvferry.protocol.tickets import HOLE, Ticket, TicketKey, runs_from_blocks
-from kvferry.types import Address, RequestId
+from kvferry.types import Address, Epoch, RequestId
 from kvferry.worker.commands import GrantLease, WorkerCommand
 
 # -- contract --
@@ -100,13 +100,15 @@ class TransferMode(Protocol):
 
 @dataclass(slots=True)
 class TicketIssuer:
-    """Builds the tickets of one engine incarnation and counts their serials."""
+    """Builds the tickets of one engine and counts their serials."""
 
     config: ConnectorConfig
     cache: KVCacheConfig
     key: TicketKey
     ttl_s: float
     """The duration of a lease that is granted to a peer at the end of a prefill leg."""
+    epoch: Epoch | None = None
+    """None until the side channel is open; another one after each sleep."""
     address: Address | None = None
     """The address of this engine's side channel; None until the side channel is open."""
     uses_host_buffer: bool = False
@@ -136,9 +138,10 @@ class TicketIssuer:
         self, request: Request, serial: int, blocks: Sequence[Sequence[int]], tokens: Fingerprint
     ) -> Ticket:
         assert self.address is not None
+        assert self.epoch is not None
         return Ticket(
             engine=self.config.kv_transfer.engine_id,
-            epoch=self.config.epoch,
+            epoch=self.epoch,
             request=request.request_id,
             serial=serial,
             host=self.address.host,

@@ -51,6 +51,8 @@ class WorkerHalf(Protocol):
     """The half in the process of one rank."""
 
     def register_kv_caches(self, kv_caches: Mapping[str, KVTensor]) -> None: ...
+    def unregister_kv_caches(self) -> None: ...
+    def restore_kv_caches(self) -> None: ...
     def handshake_metadata(self) -> KVConnectorHandshakeMetadata | None: ...
     def set_wakeup(self, wake: Callable[[], None]) -> None: ...
     def get_transfer_results(self) -> KVConnectorTransferResults: ...
@@ -147,6 +149,12 @@ class TwoHalvesConnector(KVConnectorBase_V1, SupportsHMA, Generic[S, W]):
 
     def register_kv_caches(self, kv_caches: Mapping[str, KVTensor]) -> None:
         self._worker.register_kv_caches(kv_caches)
+
+    def unregister_kv_caches(self) -> None:
+        self._worker.unregister_kv_caches()
+
+    def restore_kv_caches(self) -> None:
+        self._worker.restore_kv_caches()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._worker.handshake_metadata()

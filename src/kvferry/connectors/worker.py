@@ -27,6 +27,7 @@ from kvferry.connectors.metadata import (
     NixlConnectorMetadata,
     NixlHandshakeMetadata,
     NixlWorkerMetadata,
+    registered_epoch,
 )
 from kvferry.connectors.stats import TransferStats
 from kvferry.errors import ConfigError
@@ -62,6 +63,7 @@ from kvferry.transports.base import (
     HostStream,
 )
 from kvferry.types import EngineId, Epoch, LeaseEnd, MemoryKind, RequestId
+from kvferry.worker.commands import WorkerCommand
 from kvferry.worker.thread import TransferWorkerThread
 from kvferry.worker.worker import TransferWorker, TransferWorkerSettings, TransferWorkerSnapshot
 
@@ -77,7 +79,12 @@ class NixlConnectorWorker:
         self._config = config
         self._cache = cache
         self._extra = extra
+        self._kv_caches: Mapping[str, KVTensor] = {}
+        self._registration = 0
         self._thread: TransferWorkerThread | None = None
+        """None until the cache is registered, and while the engine sleeps."""
+        self._postponed: list[WorkerCommand] = []
+        """Commands that arrived while the engine sleeps, for example of new requests."""
         self._handshake: NixlHandshakeMetadata | None = None
         self._wake_engine: Callable[[], None] | None = None
         self._host_buffer: CacheMemory | None = None
@@ -91,6 +98,7 @@ class NixlConnectorWorker:
         """Register the cache, or its host buffer, with every transport that supports the memory,
         and start the transfer worker.
         """
+        self._kv_caches = kv_caches
         own = geometry_of(self._config, self._cache, kv_caches)
         self._order = self._config.kit.engine_stream(own.regions)
         geometry = self._transport_geometry(own)
@@ -105,14 +113,25 @@ class NixlConnectorWorker:
         uses_host_buffer = self._host_buffer is not None
         layout = encode_layout(_layout(geometry, control, offers, uses_host_buffer))
         self._handshake = NixlHandshakeMetadata(
-            geometry.tp_rank, layout, factors, self._config.epoch, uses_host_buffer
+            geometry.tp_rank,
+            layout,
+            factors,
+            self._config.epoch,
+            self._registration,
+            uses_host_buffer,
         )
         store = self._block_store(own, geometry)
         fenced = frozenset(
             transport.name for transport in transports if transport.supports_write_grants
         )
         settings = transfer_worker_settings(
-            self._config, self._extra, geometry, offers, factors, uses_host_buffer, fenced
+            replace(self._config, epoch=registered_epoch(self._config.epoch, self._registration)),
+            self._extra,
+            geometry,
+            offers,
+            factors,
+            uses_host_buffer,
+            fenced,
         )
         transfer_worker = TransferWorker(settings, transports, control, store, time.monotonic)
         self._thread = TransferWorkerThread(
@@ -121,6 +140,24 @@ class NixlConnectorWorker:
         if self._wake_engine is not None:
             self._thread.set_wakeup(self._wake_engine)
         self._thread.start()
+
+    def unregister_kv_caches(self) -> None:
+        """Close the transfer worker with its transports: then nothing of this process touches the
+        cache, and no peer can reach it.
+        """
+        if self._thread is None:
+            return
+        self._stop()
+        self._thread = self._host_buffer = None
+        _log.info("cache unregistered rank=%d", self._config.parallel.tp_rank)
+
+    def restore_kv_caches(self) -> None:
+        if self._thread is not None or not self._kv_caches:
+            return
+        self._registration += 1
+        self.register_kv_caches(self._kv_caches)
+        postponed, self._postponed = self._postponed, []
+        self._worker_thread().submit(postponed)
 
     def handshake_metadata(self) -> NixlHandshakeMetadata | None:
         return self._handshake
@@ -131,12 +168,14 @@ class NixlConnectorWorker:
             self._thread.set_wakeup(wake)
 
     def start_load_kv(self, metadata: NixlConnectorMetadata) -> None:
-        if metadata.commands:
-            self._worker_thread().submit(metadata.commands, self._order.mark())
+        if self._thread is None:
+            self._postponed += metadata.commands
+        elif metadata.commands:
+            self._thread.submit(metadata.commands, self._order.mark())
 
     def get_transfer_results(self) -> KVConnectorTransferResults:
         results = KVConnectorTransferResults()
-        for event in self._worker_thread().take_events():
+        for event in () if self._thread is None else self._thread.take_events():
             self._take(event, results)
         return results
 
@@ -163,6 +202,10 @@ class NixlConnectorWorker:
         return self._thread.snapshot() if self._thread is not None else TransferWorkerSnapshot()
 
     def close(self) -> None:
+        self._stop()
+        self._kv_caches = {}
+
+    def _stop(self) -> None:
         if self._thread is not None:
             self._thread.close()
         if self._host_buffer is not None:

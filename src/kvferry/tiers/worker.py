@@ -55,6 +55,10 @@ class _Batch:
     mark: StreamEvent | None
 
 
+_Item = _Batch | EndedTask | threading.Event
+"""An event is set when the worker is idle."""
+
+
 class OffloadWorker:
     """Owns the pool, the tiers and the copier from `start` to `close`."""
 
@@ -73,12 +77,13 @@ class OffloadWorker:
             name: tier for name, tier in tiers.items() if isinstance(tier, WatchesObjects)
         }
         self._clock = clock
-        self._inbox: queue.SimpleQueue[_Batch | EndedTask | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._runner = TaskRunner(
             pool, tiers, copier, num_io_threads, name, clock, report=self._inbox.put
         )
         self._held: deque[_Batch] = deque()
         """Loads that wait for the mark of their batch, and cancels that follow them, in order."""
+        self._waiting: list[threading.Event] = []
         self._reports = WorkerReports()
         self._is_closing = False
         self._failure = ""
@@ -116,6 +121,15 @@ class OffloadWorker:
     def usage(self) -> dict[str, TierUsage]:
         """What each tier holds, as of the worker's last look."""
         return self._reports.usage()
+
+    def wait_idle(self) -> None:
+        """Wait until the commands of before are done, so that no copy uses the cache. KVFerryError
+        if that takes too long.
+        """
+        is_idle = threading.Event()
+        self._inbox.put(is_idle)
+        if not is_idle.wait(STOP_TIMEOUT_S):
+            raise KVFerryError(f"the offload worker was not idle within {STOP_TIMEOUT_S:g} s")
 
     def close(self) -> None:
         """Stop all threads and close pool, tiers and copier. Idempotent. A thread that hangs in the
@@ -155,6 +169,8 @@ class OffloadWorker:
             case EndedTask(task_id, tier, result, seconds):
                 _note_trouble(tier, result)
                 self._jobs.complete(task_id, result, seconds, now)
+            case threading.Event():
+                self._waiting.append(item)
         while self._held and (self._held[0].mark is None or self._held[0].mark.is_complete()):
             for command in self._held.popleft().commands:
                 self._jobs.handle(command, now)
@@ -164,6 +180,8 @@ class OffloadWorker:
         for name, watching in self._watching.items():
             self._jobs.note_lost(name, watching.take_lost())
         self._report(self._jobs.take_events())
+        if self._waiting and not self._held and self._jobs.is_idle:
+            self._end_waits()
 
     def _take_batch(self, batch: _Batch, now: float) -> None:
         """Handle the commands of a step.
@@ -180,7 +198,7 @@ class OffloadWorker:
         if loads:
             self._held.append(_Batch(loads, batch.mark))
 
-    def _next_item(self) -> _Batch | EndedTask | None:
+    def _next_item(self) -> _Item | None:
         try:
             return self._inbox.get(timeout=self._wait_s())
         except queue.Empty:
@@ -214,11 +232,18 @@ class OffloadWorker:
         self._reports.answer_all(self._failure)
         if self._jobs.reports_contents:
             self._reports.send([ContentsChanged(is_cleared=True)])
+        self._end_waits()
         while not self._is_closing:
-            item = self._inbox.get()
-            if isinstance(item, _Batch):
-                self._reports.expect(item.commands)
-                self._reports.answer_all(self._failure)
+            match self._inbox.get():
+                case _Batch(commands):
+                    self._reports.expect(commands)
+                    self._reports.answer_all(self._failure)
+                case threading.Event() as is_idle:
+                    is_idle.set()
+
+    def _end_waits(self) -> None:
+        while self._waiting:
+            self._waiting.pop().set()
 
     def _close_parts(self) -> None:
         self._runner.close(CLOSE_TIMEOUT_S, 0.0 if self._failure else CLOSE_TIMEOUT_S / 2)

@@ -81,6 +81,8 @@ class ConfiguredTransportKit:
     dist: DistSettings = field(default_factory=DistSettings)
     mooncake: MooncakeSettings = field(default_factory=MooncakeSettings)
     transports: tuple[str, ...] = TRANSPORTS
+    cache_may_sleep: bool = False
+    """Whether the engine may free the memory of its cache and later map other memory there."""
     faults: str = ""
     """Specification of faults that data transports inject on purpose, for negative controls."""
 
@@ -134,7 +136,12 @@ class ConfiguredTransportKit:
                 )
                 made.append(
                     BounceNixlTransport(
-                        NixlTransport(self.backends, self.num_threads, reach),
+                        NixlTransport(
+                            self.backends,
+                            self.num_threads,
+                            reach,
+                            memory_may_go=self.cache_may_sleep,
+                        ),
                         self.bounce,
                         self.secret,
                     )
@@ -152,7 +159,7 @@ class ConfiguredTransportKit:
                 from kvferry.transports.torch_dist.transport import DistTransport
 
                 made.append(DistTransport(self.bind_host, self.advertised_host, self.dist))
-            elif name == "cuda_ipc":
+            elif name == "cuda_ipc" and not self.cache_may_sleep:
                 made.append(CudaIpcTransport())
             elif isinstance(memory, SharedMemory):
                 made.append(ShmTransport(memory) if name == "shm" else self._mooncake(memory))

@@ -19,8 +19,9 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from kvferry.config import NixlExtraConfig
 from kvferry.errors import ConfigError
-from kvferry.vllm.release import find_cache_dtype_handler
+from kvferry.vllm.release import find_cache_dtype_handler, has_sleep_hooks
 from kvferry.vllm.states import check_states, state_specs
 
 SUPPORTED_QUANT_MODES = (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
@@ -45,10 +46,10 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
     for name, size in sizes.items():
         if size > 1:
             raise ConfigError(f"kvferry does not transfer KV with {name} {size} yet; set it to 1")
-    if model.enable_sleep_mode:
+    if model.enable_sleep_mode and not has_sleep_hooks():
         raise ConfigError(
-            "kvferry registers the cache's memory once, but sleep mode moves it; start vLLM "
-            "without --enable-sleep-mode"
+            "this vLLM does not tell kvferry when sleep mode frees the cache's memory; install "
+            "vLLM 0.33 or start vLLM without --enable-sleep-mode"
         )
     if model.is_encoder_decoder:
         raise ConfigError(
@@ -67,6 +68,20 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
             "what its blocks hold; use --kv-cache-dtype auto or fp8"
         )
     _check_groups(model.model, kv_cache_config.kv_cache_groups)
+
+
+def why_not_asleep(extra: Any) -> str:
+    """Why a connector with these settings cannot let go of memory on a GPU; empty if it can."""
+    if not isinstance(extra, NixlExtraConfig):
+        return ""
+    if extra.transports == ("cuda_ipc",):
+        return (
+            "the cache of an engine with sleep mode has no CUDA IPC handles; let transports name "
+            "nixl, or set kv_buffer_device to cpu, which moves KV by shared memory"
+        )
+    if extra.backends != ("UCX",):
+        return "of NIXL's backends, kvferry lets only UCX let go of memory; set backends to UCX"
+    return ""
 
 
 def _check_groups(model: str, groups: Sequence[Any]) -> None:

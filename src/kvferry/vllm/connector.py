@@ -8,6 +8,7 @@ thread. See docs/decisions/011-inside-vllm.md.
 
 import logging
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -36,8 +37,8 @@ from kvferry.errors import ConfigError
 from kvferry.events import TransferTimes
 from kvferry.logs import LEVEL_VARIABLE, ForwardingHandler, LogSettings
 from kvferry.vllm.block_demand import BlockDemand
-from kvferry.vllm.compatibility import check_supported
-from kvferry.vllm.engine_core import watch_weights
+from kvferry.vllm.compatibility import check_supported, why_not_asleep
+from kvferry.vllm.engine_core import find_pause, watch_weights
 from kvferry.vllm.first_token import FirstTokenNote
 from kvferry.vllm.idle import IdleWait, find_engine_loop, longest_wait_s
 from kvferry.vllm.loaded_weights import LoadedWeights, WeightsSample, WeightsVersion
@@ -55,6 +56,7 @@ from kvferry.vllm.translate import (
     connector_config,
     null_blocks_as_holes,
     strip_transfer_params,
+    transfer_config,
 )
 
 if TYPE_CHECKING:
@@ -171,6 +173,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._weights_sample: WeightsSample | None = None
         if not is_worker:
             watch_weights(self._weights_may_change)
+        self._is_paused = find_pause()
         self._salts = CacheSalts.from_config(vllm_config)
         if not is_worker and vllm_config.lora_config is not None:
             self._salts.adapters.watch_engine()
@@ -184,6 +187,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._loads = RemoteLoads()
         self._excused = OptionalLoadFailures()
         self._has_unreported_stats = False
+        self._handshakes: dict[int, contract.KVConnectorHandshakeMetadata] = {}
         self._is_traced = bool(vllm_config.observability_config.otlp_traces_endpoint)
         self._tracer = _make_tracer() if self._is_traced and not is_worker else None
         self._load_times: dict[str, list[TransferTimes]] = {}
@@ -200,6 +204,14 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         idle engine waits only while `has_work` is false.
         """
         self._has_work = has_work
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        reason = why_not_asleep(transfer_config(kv_transfer_config, cls.inner_name).extra)
+        if reason:
+            log_with_vllm()
+            _log.error("sleep mode refused connector=%s reason=%s", cls.__name__, reason)
+        return not reason
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
@@ -350,6 +362,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         """Build the step's message. `plan` is the step in the form that kvferry's scheduler half
         expects.
         """
+        if self._is_paused():
+            # Retained turns would delay the pause, and so a sleep, for minutes.
+            self._inner.reclaim_blocks(sys.maxsize)
         self._idle.wait(self._has_work)
         lacking = self._needs.missing_to_start(self._num_free_blocks)
         if lacking:
@@ -468,9 +483,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
                 "vLLM's MultiConnector passes on only the handshake data of its first child: list "
                 "KVFerryConnector first"
             )
-        self._inner.set_xfer_handshake_metadata(
-            {rank: part.inner for rank, part in metadata.items()}
-        )
+        handshakes = {rank: part.inner for rank, part in metadata.items()}
+        if handshakes == self._handshakes:
+            return
+        self._handshakes = handshakes
+        self._inner.set_xfer_handshake_metadata(handshakes)
         # Routers find this engine's side channel on `/metrics`, but vLLM's front-end receives stats
         # only with a step. So the connector asks for a first step.
         self._has_unreported_stats = True
@@ -498,6 +515,12 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             {layer: kv_caches[layer] for layer in kv_caches if layer in layers - specs.keys()}
             | states
         )
+
+    def unregister_kv_caches(self) -> None:
+        self._inner.unregister_kv_caches()
+
+    def restore_kv_caches(self) -> None:
+        self._inner.restore_kv_caches()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         inner = self._inner.get_handshake_metadata()

@@ -26,6 +26,16 @@ def find_caller(kind: type) -> Any:
     return None
 
 
+def find_pause() -> Callable[[], bool]:
+    """The function that says whether the engine is paused. A pause ends when no request holds
+    blocks, and a sleep begins with a pause.
+    """
+    from vllm.v1.engine.core import EngineCore
+
+    core = find_caller(EngineCore)
+    return (lambda: False) if core is None else core.is_scheduler_paused
+
+
 def watch_weights(before_change: Callable[[str], None]) -> None:
     """Call `before_change` with the name of every remote call to the engine's workers that may
     change their weights. vLLM does not report such calls, so this wraps the engine's method.

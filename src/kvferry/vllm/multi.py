@@ -150,6 +150,13 @@ def _listed(extra: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return listed
 
 
+def _child_transfers(parent: Any) -> list[Any]:
+    return [
+        _child_transfer(parent, index, entry)
+        for index, entry in enumerate(_listed(parent.kv_connector_extra_config))
+    ]
+
+
 def _child_transfer(parent: Any, index: int, entry: Mapping[str, Any]) -> Any:
     """One child's transfer configuration. A name of kvferry's connectors means kvferry's."""
     path = f"kv_connector_extra_config.connectors[{index}]"
@@ -565,6 +572,12 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         self._children.call_all_unguarded("register_kv_caches", kv_caches)
 
+    def unregister_kv_caches(self) -> None:
+        self._children.call_all_unguarded("unregister_kv_caches")
+
+    def restore_kv_caches(self) -> None:
+        self._children.call_all_unguarded("restore_kv_caches")
+
     def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None:
         self._children.call_all_unguarded("set_host_xfer_buffer_ops", copy_operation)
 
@@ -637,16 +650,24 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         parent = KVTransferConfig(
             kv_connector=NAME, kv_role="kv_both", kv_connector_extra_config=extra_config
         )
-        children = [
-            _child_transfer(parent, index, entry)
-            for index, entry in enumerate(_listed(extra_config))
-        ]
         return any(
             KVConnectorFactory.get_connector_class(child).requires_piecewise_for_cudagraph(
                 child.kv_connector_extra_config
             )
-            for child in children
+            for child in _child_transfers(parent)
         )
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        refusing = [
+            child.kv_connector
+            for child in _child_transfers(kv_transfer_config)
+            if not KVConnectorFactory.get_connector_class(child).supports_sleep_mode(child)
+        ]
+        if refusing:
+            log_with_vllm()
+            _log.error("sleep mode refused connectors=%s", ",".join(refusing))
+        return not refusing
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> MultiKVStats:

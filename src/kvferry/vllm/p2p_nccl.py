@@ -35,7 +35,7 @@ class P2pNcclConnector(KVFerryPushConnector):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._registration = (
-            _registration(transfer_config(vllm_config, self.inner_name))
+            _registration(transfer_config(vllm_config.kv_transfer_config, self.inner_name))
             if role is KVConnectorRole.SCHEDULER
             else None
         )
@@ -59,7 +59,7 @@ class P2pNcclConnector(KVFerryPushConnector):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics:
-        extra = transfer_config(vllm_config, cls.inner_name).extra
+        extra = transfer_config(vllm_config.kv_transfer_config, cls.inner_name).extra
         assert isinstance(extra, P2pNcclExtraConfig)
         return KVFerryPromMetrics(
             vllm_config, metric_types, labelnames, per_engine_labelvalues, extra.transfer_mode

@@ -117,6 +117,11 @@ def find_cache_dtype_handler(name: str) -> Any:
     return getattr(cache, "get_kv_cache_dtype_handler", lambda _: None)(name)
 
 
+def has_sleep_hooks() -> bool:
+    """Whether vLLM tells connectors that the cache's memory goes and comes back, as since 0.33."""
+    return hasattr(import_module(_BASE).KVConnectorBase_V1, "unregister_kv_caches")
+
+
 def _installed() -> str:
     return str(import_module("vllm").__version__).split("+")[0]
 

@@ -220,10 +220,8 @@ def publishes_kv_events(vllm_config: Any) -> bool:
     return events is not None and bool(events.enable_kv_cache_events)
 
 
-def transfer_config(vllm_config: Any, connector: str) -> KVTransferConfig:
-    """kvferry's settings of KV transfer, with kvferry's name of the connector."""
-    theirs = vllm_config.kv_transfer_config
-    assert theirs is not None
+def transfer_config(theirs: Any, connector: str) -> KVTransferConfig:
+    """vLLM's `KVTransferConfig` as kvferry's, with kvferry's name of the connector."""
     return KVTransferConfig.from_mapping(
         {
             "kv_connector": connector,
@@ -246,7 +244,7 @@ def connector_config(
     loaded: LoadedWeights | None = None,
 ) -> ConnectorConfig:
     """The contract's configuration. Only workers know the `attention_backends` and the weights."""
-    transfer = transfer_config(vllm_config, connector)
+    transfer = transfer_config(vllm_config.kv_transfer_config, connector)
     side_channel = _side_channel(vllm_config)
     secret = ClusterSecret.load(os.environ)
     secret.check_reach(side_channel)
@@ -257,7 +255,10 @@ def connector_config(
         side_channel=side_channel,
         secret=secret.key,
         epoch=_epoch(vllm_config),
-        kit=ConfiguredTransportKit.from_settings(side_channel, secret, transfer, os.environ),
+        kit=replace(
+            ConfiguredTransportKit.from_settings(side_channel, secret, transfer, os.environ),
+            cache_may_sleep=bool(vllm_config.model_config.enable_sleep_mode),
+        ),
         max_model_len=vllm_config.model_config.max_model_len,
         publishes_kv_events=publishes_kv_events(vllm_config),
     )

@@ -108,6 +108,10 @@ class SideChannel:
     def start(self) -> None:
         self._thread.start()
 
+    def serve(self, served: ServedEngine) -> None:
+        """Answer handshakes with this from now on. Called by the engine's thread."""
+        self._served = served
+
     def take_released(self) -> list[ReleaseTicket | ReleasePushTicket]:
         """Take the tickets that were released since the last call."""
         return [self._released.popleft() for _ in range(len(self._released))]

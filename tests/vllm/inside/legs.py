@@ -26,6 +26,9 @@ class Legs:
     _handovers: count = field(default_factory=count)  # type: ignore[type-arg]
 
     def __post_init__(self) -> None:
+        self.learn_source()
+
+    def learn_source(self) -> None:
         self.source = self.p.prefill("asked first", [1, 2, 3])
         assert "remote_epoch" in self.source, "only an engine that pushes reports it"
         # Release the blocks, as a router does when its client has left. vLLM has no such call.

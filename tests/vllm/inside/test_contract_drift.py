@@ -63,6 +63,9 @@ DEFAULT_IS_RIGHT = {
 NEW_IN = {
     "get_external_cache_hit_sources": "0.32",
     "get_loaded_kv_cache_group_ids": "0.32",
+    "restore_kv_caches": "0.33",
+    "supports_sleep_mode": "0.33",
+    "unregister_kv_caches": "0.33",
 }
 """The releases that brought names which the oldest tested release does not have yet."""
 RELEASES = [release(version) for version in TESTED]
@@ -154,7 +157,7 @@ def drift(ours: type, base: type) -> list[str]:
     overrides = {
         name for name in vars(ours) if not name.startswith("_") and callable(getattr(ours, name))
     }
-    known = public_names(base) | public_names(SupportsHMA) | CALLED_BY_OUR_MULTI_CONNECTOR
+    known = public_names(base) | public_names(SupportsHMA) | CALLED_BY_OUR_MULTI_CONNECTOR | NOT_YET
     return problems + [
         f"{name} of ours is not called by this vLLM any more" for name in sorted(overrides - known)
     ]
@@ -195,7 +198,7 @@ def test_tokens_we_load_are_counted_as_a_peers() -> None:
 
 
 def test_the_table_of_defaults_names_nothing_that_is_gone() -> None:
-    assert set(DEFAULT_IS_RIGHT) - public_names(KVConnectorBase_V1) == NOT_YET
+    assert set(DEFAULT_IS_RIGHT) - public_names(KVConnectorBase_V1) <= NOT_YET
 
 
 class Doctored(KVConnectorBase_V1):  # type: ignore[misc]

@@ -583,6 +583,7 @@ class Core(EngineCore):  # type: ignore[misc]
 
     def __init__(self, start_engine: StartEngine) -> None:
         self.engine = start_engine("d", kv={"kv_load_failure_policy": "recompute"})
+        self.scheduler = self.engine.scheduler
 
     def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         if method == "train":

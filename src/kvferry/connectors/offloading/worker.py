@@ -88,6 +88,13 @@ class OffloadingWorker:
             rank,
         )
 
+    def unregister_kv_caches(self) -> None:
+        # The copier only knows addresses, which stay the same.
+        self._running_worker().wait_idle()
+
+    def restore_kv_caches(self) -> None:
+        return None
+
     def handshake_metadata(self) -> OffloadingHandshakeMetadata | None:
         return self._handshake
 

@@ -57,6 +57,11 @@ CUDA_ENVIRONMENT = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "y"}
 is 4,000 times slower.
 """
 
+REMAPPED_MEMORY = "RCACHE_ENABLE=n,TLS=^cuda_ipc"
+"""UCX's settings for memory whose addresses get other memory later: UCX caches registrations, and
+the memory that it has opened with CUDA IPC, by address. Environment variables of UCX win.
+"""
+
 NETLINK_LIBRARY = "libnl-route-3.so.200"
 """The distribution's libnl, by the name under which the libraries of rdma-core load libnl.
 
@@ -85,18 +90,28 @@ class NixlAgent:
 
     @classmethod
     def open(
-        cls, backends: tuple[str, ...], num_threads: int, kind: MemoryKind, device: int
+        cls,
+        backends: tuple[str, ...],
+        num_threads: int,
+        kind: MemoryKind,
+        device: int,
+        ucx_settings: str = "",
     ) -> "NixlAgent":
-        """Start an agent. ConfigError if NIXL or one of the backends is missing."""
+        """Start an agent. ConfigError if NIXL or one of the backends is missing. `ucx_settings` are
+        for UCX alone: the other backends are then not started.
+        """
         nixl, errors = load_nixl(kind)
         config = nixl.nixl_agent_config(
             enable_prog_thread=False,
             capture_telemetry=True,
             num_threads=num_threads,
-            backends=list(backends),
+            backends=[] if ucx_settings else list(backends),
         )
         try:
             agent = nixl.nixl_agent(f"kvferry-{uuid4().hex}", config)
+            if ucx_settings:
+                threads = {"num_threads": str(num_threads)} if num_threads else {}
+                agent.create_backend("UCX", {**threads, "engine_config": ucx_settings})
         except errors as error:
             raise ConfigError(
                 f"NIXL cannot start {', '.join(backends)}, named in `backends` ({error}): "

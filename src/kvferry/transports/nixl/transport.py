@@ -44,7 +44,7 @@ from kvferry.transports.copy.segments import (
     descriptors_between,
 )
 from kvferry.transports.locality import nixl_locality
-from kvferry.transports.nixl.agent import AgentPool, NixlAgent
+from kvferry.transports.nixl.agent import REMAPPED_MEMORY, AgentPool, NixlAgent
 from kvferry.transports.nixl.transfer import Agent, NixlLink, NixlTransfer
 from kvferry.transports.write_grants import write_grants_unsupported
 from kvferry.types import MemoryKind, PeerId, Region
@@ -114,7 +114,13 @@ class NixlTransport:
         num_threads: int = 4,
         reach: NetworkReach = NetworkReach.ANYWHERE,
         cancel_timeout_s: float = CANCEL_TIMEOUT_S,
+        *,
+        memory_may_go: bool = False,
     ) -> None:
+        """`memory_may_go`: the registered memory may be freed after `close`, and other memory may
+        get its addresses.
+        """
+        self._memory_may_go = memory_may_go
         self._backends = tuple(backends)
         self._reach = reach
         self._num_threads = num_threads
@@ -377,7 +383,13 @@ class NixlTransport:
 
     def _open_agent(self, regions: Sequence[Region], num_threads: int) -> NixlAgent | None:
         """Open an agent with our memory; None if NIXL cannot register the memory."""
-        agent = NixlAgent.open(self._backends, num_threads, regions[0].memory, regions[0].device)
+        agent = NixlAgent.open(
+            self._backends,
+            num_threads,
+            regions[0].memory,
+            regions[0].device,
+            REMAPPED_MEMORY if self._memory_may_go else "",
+        )
         if agent.register(regions):
             return agent
         agent.close()
