@@ -129,7 +129,7 @@ def vllm_config(model: str, name: str, settings: str) -> VllmConfig:
         arguments["kv_events_config"] = KVEventsConfig(**arguments["kv_events_config"])
     is_async, layout = arguments.pop("is_async", False), arguments.pop("layout", "LBHNC")
     arguments.pop("has_drafter", None)
-    state_mode = arguments.pop("state_mode", None)
+    state_mode, may_sleep = arguments.pop("state_mode", None), arguments.pop("may_sleep", False)
     defaults = {
         "block_size": BLOCK,
         "enforce_eager": True,
@@ -144,6 +144,8 @@ def vllm_config(model: str, name: str, settings: str) -> VllmConfig:
     # platform.
     config.scheduler_config.async_scheduling = is_async
     config.cache_config.kv_cache_layout = layout
+    # vLLM's CPU platform has no sleep mode.
+    config.model_config.enable_sleep_mode = may_sleep
     if state_mode is not None:
         # As vLLM sets them for a hybrid model.
         config.cache_config.mamba_cache_mode = state_mode

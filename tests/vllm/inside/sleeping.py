@@ -55,7 +55,7 @@ class Core(EngineCoreProc):  # type: ignore[misc]
 
     def __init__(self, start_engine: StartEngine, name: str, **settings: Any) -> None:
         # The connector finds this object by the frame of this call.
-        self.engine = engine = start_engine(name, **settings)
+        self.engine = engine = start_engine(name, may_sleep=True, **settings)
         self.scheduler = engine.scheduler
         self.model_executor = Workers(engine)
         self.batch_queue = engine._queue  # noqa: SLF001
@@ -65,21 +65,17 @@ class Core(EngineCoreProc):  # type: ignore[misc]
         self._idle_state_callbacks: list[Any] = []
 
     def fall_asleep(self, *others: Engine, level: int = 1, mode: str = "abort") -> None:
-        """Sleep as `POST /sleep` does; the engine's loop runs until it has no work."""
-        self.start_to_sleep(level, mode)
-        self.wait_until_asleep(*others)
-
-    def start_to_sleep(self, level: int = 1, mode: str = "abort") -> None:
-        self._asleep = self.sleep(level, mode)
-
-    def wait_until_asleep(self, *others: Engine) -> None:
+        """Sleep as `POST /sleep` does. The engine's loop runs until it has no work, and goes on
+        with work that needs no memory while the engine sleeps.
+        """
+        pause = self.sleep(level, mode)
         run_until(lambda: not self.has_work(), self.engine, *others)
         self._notify_idle_state_callbacks()
-        if self._asleep is not None:
-            self._asleep.result(timeout=0)
+        if pause is not None:
+            pause.result(timeout=0)
+        self.tick(*others)
 
     def tick(self, *others: Engine) -> None:
-        """Steps of an engine that has nothing to compute, as while it sleeps."""
         for _ in range(20):
             for engine in (self.engine, *others):
                 engine.step()
