@@ -11,6 +11,7 @@ from tests.vllm.inside.conftest import StartEngine
 from tests.vllm.inside.engines import Engine, run_until
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.executor.abstract import Executor
+from vllm.v1.request import Request
 
 GONE, NEW = -1.0, -2.0
 """What the cache holds while the engine sleeps, and after it."""
@@ -74,6 +75,10 @@ class Core(EngineCoreProc):  # type: ignore[misc]
         if pause is not None:
             pause.result(timeout=0)
         self.tick(*others)
+
+    def _send_abort_outputs(self, aborted_reqs: list[Request]) -> None:
+        for request in aborted_reqs:
+            self.engine.answers[request.request_id].finish = "abort"
 
     def tick(self, *others: Engine) -> None:
         for _ in range(20):

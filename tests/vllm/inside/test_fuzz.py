@@ -1,5 +1,6 @@
 """Tests random actions on a prefill and a decode engine: adds, aborts, steps, small block pools,
-failing reads, dying peers, new weights. The engines must hold nothing at the end.
+failing reads, dying peers, new weights, engines that sleep. The engines must hold nothing at the
+end.
 
 Every seed is a separate test; the name of a failed test contains its seed.
 """
@@ -13,9 +14,11 @@ import pytest
 from tests.sampling import seeds
 from tests.vllm.inside.conftest import StartEngine
 from tests.vllm.inside.engines import Engine, next_token, run_until
+from tests.vllm.inside.sleeping import Core
 from vllm.v1.core.sched.interface import PauseState
 
 from kvferry.vllm.plugin import EPOCH_VARIABLE
+from kvferry.vllm.release import has_sleep_hooks
 
 ACTIONS = 200
 LEASE_S = 2.0
@@ -39,7 +42,8 @@ class World:
         self.is_async = self.rng.random() < 0.5
         self.has_drafter = self.rng.random() < 0.5
         self.serial = 0
-        self.deaths = 0
+        self.deaths = self.sleeps = 0
+        self.cores: dict[str, Core] = {}
         self.prompts: dict[str, list[int]] = {}
         self.tickets: list[tuple[list[int], dict[str, Any]]] = []
         self.p = self._start("p", num_blocks=14)
@@ -58,16 +62,18 @@ class World:
         # Each incarnation has its own epoch, as in a separate process: a ticket of an earlier
         # incarnation is never valid in a later one.
         self.monkeypatch.setenv(EPOCH_VARIABLE, f"life {self.deaths}")
-        kv = self.transfer(name, extra)
-        return self.start_engine(
-            name,
-            num_gpu_blocks_override=num_blocks,
-            max_model_len=320,
-            kv=kv,
-            is_async=self.is_async,
-            has_drafter=self.has_drafter,
+        settings = {
+            "num_gpu_blocks_override": num_blocks,
+            "max_model_len": 320,
+            "kv": self.transfer(name, extra),
+            "is_async": self.is_async,
+            "has_drafter": self.has_drafter,
             **more,
-        )
+        }
+        if not has_sleep_hooks():
+            return self.start_engine(name, **settings)
+        self.cores[name] = Core(self.start_engine, name, **settings)
+        return self.cores[name].engine
 
     def transfer(self, name: str, extra: dict[str, Any]) -> dict[str, Any]:
         """Return the transfer configuration of an engine."""
@@ -88,6 +94,7 @@ class World:
             self.pause: 2,
             self.kill_p: 0.15,
             self.replace_weights: 0.4,
+            self.sleep: 0.3,
         }
 
     def act(self) -> None:
@@ -171,15 +178,31 @@ class World:
         engine.load_weights(self.rng.choice(WEIGHTS))
         engine.scheduler.set_pause_state(PauseState.UNPAUSED)
 
-    def kill_p(self) -> None:
-        """Kill P, but not during a read: both NIXL agents live in this process, and an agent that
-        closed during the other's read was seen to abort the process.
+    def sleep(self) -> None:
+        """Let one engine sleep, and wake it up again."""
+        core = self.cores.get(self.rng.choice("pd"))
+        if core is None:
+            return
+        self.await_reads()
+        core.fall_asleep(self.p, self.d, mode=self.rng.choice(["abort", "wait"]))
+        self.sleeps += 1
+        for add in self.rng.choices([self.add_to_p, self.add_to_d], k=self.rng.randrange(3)):
+            add()
+        core.tick(self.p, self.d)
+        core.wake_up()
+
+    def await_reads(self) -> None:
+        """Both NIXL agents live in this process, and an agent that closed during the other's read
+        was seen to abort the process.
         """
         run_until(
             lambda: not self.d.is_loading and self.d.transfer_worker.reads == 0,
             self.p,
             self.d,
         )
+
+    def kill_p(self) -> None:
+        self.await_reads()
         self.p.close()
         self.deaths += 1
         self.p = self._start("p", 14, seed=self.deaths)
@@ -236,5 +259,6 @@ def test_whatever_happens_nothing_is_left(
     served = world.check_answers()
     print(
         f"{world.policy} {world.faults} is_async={world.is_async} deaths={world.deaths} "
+        f"sleeps={world.sleeps} "
         f"served={served} loaded={world.d.loaded_tokens}"
     )

@@ -75,6 +75,10 @@ class World(test_fuzz.World):
         self.release()
         super().replace_weights()
 
+    def sleep(self) -> None:
+        self.release()
+        super().sleep()
+
     def kill_p(self) -> None:
         self.release()
         super().kill_p()
