@@ -39,7 +39,7 @@ PATIENT = {
 """For transfers that must succeed however busy the machine is. With this lease, blocks that become
 free soon were released and did not expire.
 """
-NETWORKED = {**SHORT, "kv_lease_duration": 6, "read_timeout": 20, "receive_timeout": 40}
+NETWORKED = {**SHORT, "kv_lease_duration": 10, "read_timeout": 40, "receive_timeout": 60}
 
 
 @dataclass(frozen=True)

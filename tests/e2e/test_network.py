@@ -210,7 +210,7 @@ def test_a_read_slower_than_its_lease_is_kept_alive_by_heartbeats(
         expired = await count(session, network.p, EXPIRED)
         failed = [await count(session, d, FAILED) for d in network.decoders.values()]
         sent = network.hosts[0].sent_bytes()
-        with network.throttled("3mbit"):
+        with network.throttled("2mbit"):
             reading = await begin(session, network, prompts)
             for policy, task in reading.items():
                 answer = await task
@@ -227,7 +227,7 @@ def test_a_read_slower_than_its_deadline_ends_by_it(network: Network, plain: Eng
         await warm(session, network)
         prompts = {policy: fresh(LONG) for policy in network.decoders}
         right = await right_answers(plain, prompts)
-        with network.throttled("1mbit"):
+        with network.throttled("500kbit"):
             for policy, task in (await begin(session, network, prompts)).items():
                 assert_ended_well(
                     await task,

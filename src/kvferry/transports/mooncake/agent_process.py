@@ -34,6 +34,9 @@ DEFAULTS = {
     # Otherwise a read waits 30 s for a peer that is stopped.
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "10",
     "MC_TCP_STATUS_TIMEOUT_SEC": "10",
+    # Otherwise a descriptor fails that waits 1 s for a place in Mooncake's queue; on a busy machine
+    # some do.
+    "MC_TCP_ADMISSION_TIMEOUT_MS": "10000",
 }
 """Variables of the agent that the operator has not set."""
 ENDED = "the process that calls Mooncake has ended"
@@ -63,6 +66,7 @@ class _Lane(Generic[T]):
     channel: socket.socket
     owner: T | None = None
     """On whose behalf the call is made; None: the lane is idle."""
+    started: float = 0.0
 
 
 class AgentProcess(Generic[T]):
@@ -106,7 +110,7 @@ class AgentProcess(Generic[T]):
     def submit(self, call: ReadCall, owner: T) -> None:
         """Make a call on an idle lane; `poll` returns its answer."""
         lane = next(lane for lane in self._lanes if lane.owner is None)
-        lane.owner = owner
+        lane.owner, lane.started = owner, time.monotonic()
         # If the process has ended, `poll` says so. A call is smaller than the socket's buffer,
         # which is empty: this never waits.
         with suppress(OSError):
@@ -130,8 +134,9 @@ class AgentProcess(Generic[T]):
                 # The process is ending, or defective; its calls have ended when it is gone.
                 self.kill()
                 break
-            problem = None if code == 0 else f"Mooncake cannot read (code {code})"
-            answers.append((lane.owner, problem))
+            took = time.monotonic() - lane.started
+            failed = f"Mooncake cannot read (code {code} after {took:.1f} s)"
+            answers.append((lane.owner, failed if code else None))
             lane.owner = None
         return answers
 
