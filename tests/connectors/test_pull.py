@@ -183,6 +183,23 @@ def test_a_router_is_told_why_the_transfer_of_its_leg_failed(
     assert reason_of("leg good") == reason_of("leg of another router") == ""
 
 
+def test_a_router_is_told_that_an_engine_that_computes_the_prompt_has_not_used_the_kv(
+    pair: tuple[EngineSide, EngineSide], network: MemoryNetwork
+) -> None:
+    """The engine answers the request, so its answer does not show that P's KV is good."""
+    p, d = pair[0], EngineSide("recomputes", network, policy="recompute")
+    genuine = p.prefill(EngineRequest("a", TOKENS), [5, 6, 7])
+    for name, ticket in (("forged", "forged"), ("other", genuine["ticket"]), ("good", None)):
+        params = {**genuine, "ticket": ticket or genuine["ticket"], "leg_id": f"leg {name}"}
+        request = arrive(d, params, [1, *TOKENS] if name == "other" else TOKENS, name)
+        matched, _ = d.scheduler.get_num_new_matched_tokens(request, 0)
+        assert matched == (len(TOKENS) if name == "good" else 0)
+    assert "ticket" in failure_reason(d, "leg forged", network)
+    assert "was not used" in failure_reason(d, "leg other", network)
+    assert failure_reason(d, "leg good", network) == ""
+    d.shutdown()
+
+
 @pytest.mark.parametrize("is_reset", [False, True])
 def test_a_router_is_told_that_a_reset_has_ended_the_transfer_of_its_leg(
     pair: tuple[EngineSide, EngineSide], network: MemoryNetwork, is_reset: bool

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.transports.locality import has_rdma, nixl_locality
+from kvferry.transports.locality import has_rdma, nixl_locality, variable_against_remapping
 
 
 @pytest.fixture
@@ -57,3 +57,22 @@ def test_nixl_without_a_fabric_is_near_only_where_it_has_shared_memory() -> None
         ("UCX",), {"UCX_TLS": "tcp"}
     )
     assert nixl_locality(("UCX", "LIBFABRIC"), {}) == ""
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, ""),
+        ({"UCX_TLS": "^cuda_ipc"}, ""),
+        ({"UCX_TLS": "tcp,cuda_copy"}, ""),
+        ({"UCX_TLS": "rc,cuda"}, "UCX_TLS"),
+        ({"UCX_TLS": "all"}, "UCX_TLS"),
+        ({"UCX_TLS": "^tcp"}, "UCX_TLS"),
+        ({"UCX_RCACHE_ENABLE": "no"}, ""),
+        ({"UCX_TLS": "^cuda_ipc", "UCX_RCACHE_ENABLE": "try"}, "UCX_RCACHE_ENABLE"),
+    ],
+)
+def test_ucx_may_not_remember_memory_that_a_sleep_frees(
+    environ: dict[str, str], expected: str
+) -> None:
+    assert variable_against_remapping(environ) == expected

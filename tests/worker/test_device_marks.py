@@ -2,6 +2,7 @@
 was sent with it, and that the order of the commands is kept.
 """
 
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,10 +10,12 @@ from dataclasses import dataclass
 import pytest
 from tests.worker.world import Side
 
+from kvferry.errors import KVFerryError
 from kvferry.events import TransferFailed
 from kvferry.testing.local import ManualClock
 from kvferry.transports.memory import MemoryNetwork
 from kvferry.types import RequestId
+from kvferry.worker import thread as thread_module
 from kvferry.worker.commands import RejectLoad
 from kvferry.worker.thread import TransferWorkerThread
 
@@ -87,6 +90,30 @@ def test_commands_without_a_mark_are_obeyed_at_once(thread: TransferWorkerThread
     assert obeyed(thread, 1) == ["a"]
 
 
-def test_a_ferry_closes_while_commands_wait(thread: TransferWorkerThread) -> None:
+def test_a_transfer_worker_closes_while_commands_wait(thread: TransferWorkerThread) -> None:
     thread.submit([reject("a")], Gate())
+    thread.close()
+
+
+def test_a_close_that_takes_too_long_is_an_error_until_the_thread_has_ended(
+    thread: TransferWorkerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a second attempt to sleep would free memory that the thread may use."""
+    entered, goes_on = threading.Event(), threading.Event()
+
+    def block() -> None:
+        entered.set()
+        goes_on.wait(DEADLINE_S)
+
+    thread.set_wakeup(block)
+    thread.submit([reject("a")])
+    assert entered.wait(DEADLINE_S)
+    with monkeypatch.context() as patch:
+        patch.setattr(thread_module, "CLOSE_TIMEOUT_S", 0.01)
+        for _ in range(2):
+            with pytest.raises(KVFerryError, match="has not stopped"):
+                thread.close()
+    with pytest.raises(KVFerryError, match="has stopped"):
+        thread.submit([reject("b")])
+    goes_on.set()
     thread.close()

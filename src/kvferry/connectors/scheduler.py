@@ -218,7 +218,7 @@ class NixlConnectorScheduler:
                 # An engine protects blocks against early reuse while bytes may arrive only if its
                 # role is consumer.
                 self._refuse(
-                    RequestId(request.request_id),
+                    request,
                     "the kv_role of this engine does not allow it to load KV from a peer; start "
                     "the engine with kv_role kv_both or kv_consumer",
                 )
@@ -229,14 +229,14 @@ class NixlConnectorScheduler:
                 # Computing the prefill and issuing no ticket would hide the mistake: the decode
                 # side would compute every such prompt a second time.
                 self._refuse(
-                    RequestId(request.request_id),
+                    request,
                     "the kv_role of this engine does not allow it to prefill for a peer; start "
                     "the engine with kv_role kv_both or kv_producer",
                 )
             case PrefillForPeer(ticket=text) if text is not None:
                 self._take_retained_turn(request, text)
             case BadParams(reason):
-                self._refuse(RequestId(request.request_id), reason)
+                self._refuse(request, reason)
         if isinstance(role, PrefillForPeer):
             self._commands += self._mode.add_prefill_leg(request, role)
         request_id, leg_id = RequestId(request.request_id), read_leg_id(request.kv_transfer_params)
@@ -351,9 +351,7 @@ class NixlConnectorScheduler:
         for request, reason in (
             (RequestId(name), reason) for name, reason in worker_metadata.failed.items()
         ):
-            leg_id = self._loads.leg_id(request)
-            if leg_id and self._side_channel is not None:
-                self._side_channel.publish_failure(leg_id, reason)
+            self._publish_failure(self._loads.leg_id(request), reason)
 
     def is_load_optional(self, request_id: str) -> bool:
         return self._loads.is_optional(RequestId(request_id))
@@ -491,7 +489,7 @@ class NixlConnectorScheduler:
                 self._commands.append(PrepareLoad(request, offer.unchecked_ticket))
             self._commands.append(SkipLoad(request))
             if not offer.is_optional:
-                self._refuse(request, _WEIGHTS_CHANGED, offer.leg_id)
+                self._refuse_load(request, _WEIGHTS_CHANGED, offer.leg_id)
         # If a load ends before the command arrives, the engine computes the request.
         self._commands += [AbortLoad(request, _WEIGHTS_CHANGED) for request in self._loads.loading]
         for request in (*self._held.requests, *self._retained.evict_all()):
@@ -553,7 +551,7 @@ class NixlConnectorScheduler:
             case LoadByTicket(text):
                 self._take_ticket(request, text)
             case LoadRefusal(reason):
-                self._refuse(RequestId(request.request_id), reason)
+                self._refuse(request, reason)
             case LoadPlan(_, LoadOffer(ticket=key)) if self._comes_too_late(key):
                 _log.info(_TOO_LATE, request.request_id)
             case LoadPlan(commands, offer):
@@ -566,27 +564,33 @@ class NixlConnectorScheduler:
         try:
             ticket = self._issuer.key.open(text)
         except InvalidTicket as error:
-            self._refuse(request_id, str(error))
+            self._refuse(request, str(error))
             return
         if ticket.engine == self._config.kv_transfer.engine_id:
             self._take_own_ticket(ticket)
             return
         if ticket.weights != self._issuer.weights:
             self._commands += [PrepareLoad(request_id, str(text)), SkipLoad(request_id)]
-            self._refuse(request_id, self._describe_other_weights(ticket))
+            self._refuse(request, self._describe_other_weights(ticket))
             return
         shared = _shared_tokens(ticket, request)
         matched = self._usable(ticket, shared, request.num_prompt_tokens)
         if not matched:
             self._stats.count("unmatched_tickets")
+            reason = (
+                f"its states are those after {ticket.num_tokens} tokens, of which the "
+                f"{request.num_prompt_tokens} tokens of the prompt begin with {shared}"
+                if self._cache.has_states and shared
+                else "no token of the prompt can be loaded with it"
+            )
             _log.warning(
                 "ticket not used request=%s peer=%s reason=%s; this engine computes the prompt",
                 request_id,
                 ticket.engine,
-                f"its states are those after {ticket.num_tokens} tokens, of which the "
-                f"{request.num_prompt_tokens} tokens of the prompt begin with {shared}"
-                if self._cache.has_states and shared
-                else "no token of the prompt can be loaded with it",
+                reason,
+            )
+            self._publish_failure(
+                read_leg_id(request.kv_transfer_params), f"the ticket was not used: {reason}"
             )
         key = (ticket.engine, ticket.epoch, ticket.serial)
         if self._comes_too_late(key):
@@ -708,11 +712,22 @@ class NixlConnectorScheduler:
             "and reset the caches of both"
         )
 
-    def _refuse(self, request: RequestId, reason: str, leg_id: str = "") -> None:
+    def _refuse(self, request: Request, reason: str) -> None:
+        leg_id = read_leg_id(request.kv_transfer_params)
+        self._refuse_load(RequestId(request.request_id), reason, leg_id)
+
+    def _refuse_load(self, request: RequestId, reason: str, leg_id: str) -> None:
         self._stats.count("rejected_params")
         _log.warning("kv_transfer_params refused request=%s reason=%s", request, reason)
         if self._config.kv_transfer.kv_load_failure_policy is FailurePolicy.FAIL:
             self._loads.offer(request, LoadOffer(0, refusal=reason, leg_id=leg_id))
+        else:
+            self._publish_failure(leg_id, reason)
+
+    def _publish_failure(self, leg_id: str, reason: str) -> None:
+        """Let the router that chose `leg_id` ask why P's KV was not used."""
+        if leg_id and self._side_channel is not None:
+            self._side_channel.publish_failure(leg_id, reason)
 
 
 def _shared_tokens(ticket: Ticket, request: Request) -> int:

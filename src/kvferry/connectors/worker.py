@@ -30,7 +30,7 @@ from kvferry.connectors.metadata import (
     registered_epoch,
 )
 from kvferry.connectors.stats import TransferStats
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, KVFerryError
 from kvferry.events import (
     BytesMoved,
     Event,
@@ -63,9 +63,11 @@ from kvferry.transports.base import (
     HostStream,
 )
 from kvferry.types import EngineId, Epoch, LeaseEnd, MemoryKind, RequestId
-from kvferry.worker.commands import WorkerCommand
+from kvferry.worker.commands import GrantLease, OpenStream, StartLoad, WorkerCommand
 from kvferry.worker.thread import TransferWorkerThread
 from kvferry.worker.worker import TransferWorker, TransferWorkerSettings, TransferWorkerSnapshot
+
+NEEDS_CACHE = (StartLoad, GrantLease, OpenStream)
 
 _log = logging.getLogger(__name__)
 
@@ -169,6 +171,12 @@ class NixlConnectorWorker:
 
     def start_load_kv(self, metadata: NixlConnectorMetadata) -> None:
         if self._thread is None:
+            # vLLM does not wake up an engine whose sleep has failed on the way, but goes on.
+            if any(isinstance(each, NEEDS_CACHE) for each in metadata.commands):
+                raise KVFerryError(
+                    "the engine schedules requests while its cache is unregistered for a sleep, "
+                    "which must have failed; restart the engine"
+                )
             self._postponed += metadata.commands
         elif metadata.commands:
             self._thread.submit(metadata.commands, self._order.mark())

@@ -74,6 +74,20 @@ def nixl_locality(backends: Sequence[str], environ: Mapping[str, str]) -> str:
     return f"{host_identity()} {os.readlink('/proc/self/ns/net')}"
 
 
+def variable_against_remapping(environ: Mapping[str, str]) -> str:
+    """The variable that lets UCX use memory by an address which has other memory by now; empty if
+    there is none. UCX prefers its variables to the settings of the agent.
+    """
+    if environ.get("UCX_RCACHE_ENABLE", "n").lower() in ("y", "yes", "1", "on", "try"):
+        return "UCX_RCACHE_ENABLE"
+    allowed = _allowed(environ)
+    opens_memory = allowed & {"all", "cuda", "cuda_ipc"} or (
+        any(name.startswith("^") for name in allowed)
+        and not {name.removeprefix("^") for name in allowed} & {"cuda", "cuda_ipc"}
+    )
+    return "UCX_TLS" if opens_memory and "UCX_TLS" in environ else ""
+
+
 def _allowed(environ: Mapping[str, str]) -> set[str]:
     """Return the entries of UCX_TLS: transports, or `^` and a forbidden transport."""
     return {name.strip().removeprefix("\\") for name in environ.get("UCX_TLS", "all").split(",")}

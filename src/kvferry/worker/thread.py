@@ -127,17 +127,21 @@ class TransferWorkerThread:
         return self._snapshot
 
     def close(self) -> None:
-        """Stop the thread and close the transfer worker. Idempotent."""
-        if self._is_closing:
-            return
-        self._is_closing = True
+        """Stop the thread and close the transfer worker. Idempotent. KVFerryError as long as the
+        thread runs: it may still use the cache.
+        """
+        if not self._is_closing:
+            self._is_closing = True
+            if self._thread.ident is None:
+                self._transfer_worker.close()
+                return
+            self._wake_worker()
         if self._thread.ident is None:
-            self._transfer_worker.close()
             return
-        self._wake_worker()
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
-            raise KVFerryError(f"the transfer worker did not stop within {CLOSE_TIMEOUT_S:g} s")
+            self._failure = f"it did not end within {CLOSE_TIMEOUT_S:g} s when asked to"
+            raise KVFerryError(f"the transfer worker has not stopped: {self._failure}")
 
     def _run(self) -> None:
         try:

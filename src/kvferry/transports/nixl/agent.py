@@ -31,6 +31,7 @@ import numpy.typing as npt
 from kvferry.errors import ConfigError, MissingDependency, TransportError
 from kvferry.transports.base import Operation
 from kvferry.transports.copy.segments import Descriptors, Offsets, merged_ranges
+from kvferry.transports.locality import variable_against_remapping
 from kvferry.transports.nixl.transfer import (
     Agent,
     NixlLink,
@@ -100,6 +101,12 @@ class NixlAgent:
         """Start an agent. ConfigError if NIXL or one of the backends is missing. `ucx_settings` are
         for UCX alone: the other backends are then not started.
         """
+        against = variable_against_remapping(os.environ) if ucx_settings else ""
+        if against and kind is not MemoryKind.DRAM:
+            raise ConfigError(
+                f"with {against}={os.environ[against]} UCX would use memory that sleep mode has "
+                "freed; unset it, or start the engine without sleep mode"
+            )
         nixl, errors = load_nixl(kind)
         config = nixl.nixl_agent_config(
             enable_prog_thread=False,
