@@ -23,6 +23,7 @@ from tests.router.stubs import (
 
 from kvferry.logs import TextFormatter
 from kvferry.router.access_log import AnswerFacts, phase_times
+from kvferry.router.fleet.instances import Instance
 from kvferry.router.timeline import RequestEvent, Timeline
 
 PROMPT, ANSWER, KEY = "the prompt text", "the answer text", "sk-client-key"
@@ -213,6 +214,23 @@ def test_a_broken_stream_has_a_line_with_its_error(lines: Lines) -> None:
     (line,) = lines()
     assert (line["outcome"], line["decode_request"]) == ("aborted", ["cmpl-d1"])
     assert "did not complete its answer" in line["error"]
+
+
+def test_a_bug_of_the_router_is_not_logged_as_an_error_of_an_engine(
+    lines: Lines, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fails(decoder: Instance, leg_id: str) -> str:
+        raise AssertionError("a bug")
+
+    async def scene(s: Stage) -> None:
+        assert (await s.post({"prompt": PROMPT}))[0] == 500
+
+    play(scene, prefills, says(500), access_log=True, ask_failure=fails)
+    (line,) = lines()
+    assert "AssertionError: a bug" in caplog.text
+    caplog.clear()  # elsewhere in this folder, a logged error is a failed test
+    assert (line["outcome"], line["status"]) == ("failed", 500)
+    assert line["error"] == "the router failed to serve this request; its log says why"
 
 
 def test_a_failed_request_has_a_line_with_its_retries(lines: Lines) -> None:

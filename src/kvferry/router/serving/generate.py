@@ -164,11 +164,8 @@ class GenerateHandler:
                 context.stream_error = "the router failed"
                 context.reply.abort()
             else:
-                context.send(
-                    build_error_response(
-                        500, "the router failed to serve this request; its log says why"
-                    )
-                )
+                context.error = "the router failed to serve this request; its log says why"
+                context.send(build_error_response(500, context.error))
         finally:
             limit.end()
 
