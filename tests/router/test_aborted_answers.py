@@ -9,8 +9,19 @@ from typing import Any
 import pytest
 import uvloop
 from aiohttp import web
-from tests.router.stubs import PARAMS, Behaviour, answers, completes, prefills, stage, streams
+from tests.router.stubs import (
+    DEADLINE_S,
+    PARAMS,
+    Behaviour,
+    answers,
+    completes,
+    prefills,
+    stage,
+    streams,
+)
 from tests.router.test_proxy import ONE, STREAMED, message
+
+from kvferry.router.fleet import health
 
 ABORTED = {"index": 0, "text": "", "finish_reason": "abort", "token_ids": []}
 GOOD = [b'data: {"choices":[{"text":"hello","finish_reason":null}]}\n\n', b"data: [DONE]\n\n"]
@@ -121,6 +132,35 @@ def test_if_every_d_is_paused_the_client_is_asked_to_retry(is_streamed: bool) ->
             status, headers, body = await s.post(STREAMED if is_streamed else ONE)
             assert (status, headers["Retry-After"]) == (503, "1")
             assert "Please retry after it resumes" in message(body)
+
+    uvloop.run(scene())
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_each_paused_d_costs_one_prefill_at_most_and_none_in_its_cooldown(
+    is_streamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the first request all Ds are in their cooldown, and no prefill leg is repeated."""
+    monkeypatch.setattr(health, "COOLDOWN_S", DEADLINE_S)
+
+    async def scene() -> None:
+        paused = is_paused(is_streamed)
+        async with stage(prefills, [paused] * 3, max_retries=2) as s:
+            num_prefills = []
+            for _ in range(2):
+                assert (await s.post(STREAMED if is_streamed else ONE))[0] == 503
+                num_prefills.append(len(s.p.calls))
+            assert num_prefills == [3, 4]
+
+    uvloop.run(scene())
+
+
+def test_each_p_is_asked_once_if_all_are_paused() -> None:
+    async def scene() -> None:
+        async with stage([is_paused(False)] * 2, completes, max_retries=2) as s:
+            status, headers, _ = await s.post(ONE)
+            assert (status, headers["Retry-After"]) == (503, "1")
+            assert [len(p.calls) for p in s.prefillers] == [1, 1]
 
     uvloop.run(scene())
 

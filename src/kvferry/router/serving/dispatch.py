@@ -116,7 +116,7 @@ class Dispatcher:
         context.send(answer)
 
     def _may_retry(self, context: RequestContext, failure: LegFailure) -> bool:
-        if failure.is_final:
+        if failure.is_final or self._is_in_vain(context, failure):
             return False
         if not self._is_free(context, failure):
             if context.retries_left <= 0:
@@ -126,6 +126,19 @@ class Dispatcher:
             self.instance_client.metrics.retries.add(failure.instance.role)
         _log.info("retrying request=%s: %s", context.request_id, failure.message)
         return True
+
+    def _is_in_vain(self, context: RequestContext, failure: LegFailure) -> bool:
+        """Whether D refused, and all other Ds have been tried or are in their cooldown. All may be
+        paused then, and a retry would have P compute the prompt again.
+        """
+        refused = failure.instance if failure.is_refusal else None
+        if refused is None or refused.role is not Role.DECODE:
+            return False
+        now = time.monotonic()
+        return not any(
+            member.ready_at <= now and member.instance not in context.tried
+            for member in self.fleet.members(Role.DECODE)
+        )
 
     def _is_free(self, context: RequestContext, failure: LegFailure) -> bool:
         """Whether a retry costs none of `max_retries`. The loop still ends, when all instances of

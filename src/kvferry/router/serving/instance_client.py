@@ -200,7 +200,9 @@ class InstanceClient:
             message,
             HttpResponse(answer.status, headers, body),
             is_refusal=True,
-            needs_prefill=error_message(body).startswith(_PAUSED),
+            needs_prefill=(
+                instance.role is Role.DECODE and error_message(body).startswith(_PAUSED)
+            ),
         )
 
     def lacks_model(self, answer: UpstreamResponse, body: bytes, instance: Instance) -> LegFailure:
@@ -215,15 +217,16 @@ class InstanceClient:
         )
 
     def refused_late(self, instance: Instance, call: "TrackedLeg", refusal: Refusal) -> LegFailure:
-        """Turn an answer without a token into a refusal (`find_refusal`). The engine may have taken
-        or released P's blocks, so a retry starts with the prefill leg.
+        """Turn an answer without a token into a refusal (`find_refusal`). D may have taken or
+        released P's blocks, so a retry starts with the prefill leg.
         """
         call.outcome = Outcome.REFUSED
         self.metrics.refusals.add(instance.role, instance.url)
         message = f"{instance} {refusal.what}"
         shown = with_details(message, refusal.details)
         answer = build_error_response(UNAVAILABLE, shown, _DEFAULT_RETRY_AFTER_S)
-        return LegFailure(instance, message, answer, is_refusal=True, needs_prefill=True)
+        needs_prefill = instance.role is Role.DECODE
+        return LegFailure(instance, message, answer, is_refusal=True, needs_prefill=needs_prefill)
 
     def failure(self, instance: Instance, error: Exception) -> LegFailure:
         if isinstance(error, _OF_THE_REQUEST):
