@@ -128,10 +128,10 @@ class Dispatcher:
         return True
 
     def _is_in_vain(self, context: RequestContext, failure: LegFailure) -> bool:
-        """Whether D refused, and all other Ds have been tried or are in their cooldown. All may be
-        paused then, and a retry would have P compute the prompt again.
+        """Whether D refused in a way that costs another prefill, and all other Ds have been tried
+        or are in their cooldown: all may be paused then.
         """
-        refused = failure.instance if failure.is_refusal else None
+        refused = failure.instance if failure.is_refusal and failure.needs_prefill else None
         if refused is None or refused.role is not Role.DECODE:
             return False
         now = time.monotonic()
