@@ -298,7 +298,7 @@ def test_a_peer_at_an_address_that_this_host_cannot_dial_fails_the_read() -> Non
         assert "cannot be reached" in read(near, far, replace(far.transport.offer(), blob=blob))
 
 
-def test_a_malformed_answer_ends_the_agent_and_fails_the_read(
+def test_a_malformed_answer_ends_the_agent_and_the_next_one_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mooncake").mkdir()
@@ -308,9 +308,10 @@ def test_a_malformed_answer_ends_the_agent_and_fails_the_read(
     with monkeypatch.context() as changed:
         changed.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{path}")
         near = mooncake_side(MooncakeSettings(num_workers=2))
+    (defective,) = agents()
     with closing(near), side(1) as far:
-        assert "has ended" in read(near, far)
         assert read(near, far) == ""
+        assert not defective.is_running()
 
 
 def test_a_stopped_peer_holds_up_its_own_transfers_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,10 +326,42 @@ def test_a_stopped_peer_holds_up_its_own_transfers_only(monkeypatch: pytest.Monk
         assert all(completion.ok for completion in ended(near, begin(near, OTHER)))
         (completion,) = ended(near, stuck)
         assert "Mooncake cannot read" in (completion.error or "")
+        # The failure has ended our agent; the next one reads.
+        assert all(completion.ok for completion in ended(near, begin(near, OTHER)))
+        assert not ours.is_running()
         agent.send_signal(signal.SIGCONT)
-        # The first reads after the timeout may still fail in Mooncake.
         until("the peer is read again", lambda: read(near, far) == "")
-        assert ours.is_running()
+
+
+def test_reads_go_on_with_the_next_agent() -> None:
+    with side(1) as far, side(2) as near:
+        assert read(near, far) == ""
+        agent, ours = agents()
+        agent.send_signal(signal.SIGSTOP)
+        waiting = begin(near)
+        for _ in range(20):
+            assert near.transport.poll() == []
+        ours.kill()
+        agent.send_signal(signal.SIGCONT)
+        (completion,) = ended(near, waiting)
+        assert (completion.error, completion.total_bytes) == (None, 4 * LARGE_BLOCK_BYTES)
+
+
+def test_no_byte_arrives_after_a_read_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mooncake fails a call before all of its reads have ended."""
+    monkeypatch.setenv("MC_TRANSFER_TIMEOUT", "5")
+    with side(1) as far, side(2) as near:
+        assert read(near, far) == ""
+        agent, _ = agents()
+        agent.send_signal(signal.SIGSTOP)
+        (completion,) = ended(near, begin(near, num_blocks=8))
+        assert "Mooncake cannot read" in (completion.error or "")
+        near.memory[:] = 3
+        agent.send_signal(signal.SIGCONT)
+        # These reads fetch the first four of the blocks.
+        until("the peer is read again", lambda: read(near, far) == "")
+        at = near.regions[LARGE_REGION].address - near.regions[0].address + 8 * LARGE_BLOCK_BYTES
+        assert np.all(near.memory[at : at + 8 * LARGE_BLOCK_BYTES] == 3)
 
 
 def test_a_cancelled_read_that_hangs_ends_with_the_agent() -> None:

@@ -37,6 +37,8 @@ DEFAULTS = {
     # Otherwise a descriptor fails that waits 1 s for a place in Mooncake's queue; on a busy machine
     # some do.
     "MC_TCP_ADMISSION_TIMEOUT_MS": "10000",
+    # Otherwise a call fails that takes longer than 30 s. `read_timeout` is the limit of a read.
+    "MC_TRANSFER_TIMEOUT": "86400",
 }
 """Variables of the agent that the operator has not set."""
 ENDED = "the process that calls Mooncake has ended"
@@ -67,6 +69,8 @@ class _Lane(Generic[T]):
     owner: T | None = None
     """On whose behalf the call is made; None: the lane is idle."""
     started: float = 0.0
+    problem: str = ""
+    """Why the call has failed, until the process is gone; empty for other calls."""
 
 
 class AgentProcess(Generic[T]):
@@ -117,8 +121,9 @@ class AgentProcess(Generic[T]):
             lane.channel.send(msgspec.msgpack.encode(call))
 
     def poll(self) -> list[tuple[T, str | None]]:
-        """The calls that have ended, each with its problem. If the process has ended, so have all
-        calls, and no byte arrives for them any more; then start another one.
+        """The calls that have ended, each with its problem. A call that has failed ends when the
+        process is gone: Mooncake answers at the first failure, and other bytes of the call may
+        still arrive. With the process, all calls have ended; then start another one.
         """
         if self._process is None or self._process.poll() is not None:
             return self._restart()
@@ -134,10 +139,13 @@ class AgentProcess(Generic[T]):
                 # The process is ending, or defective; its calls have ended when it is gone.
                 self.kill()
                 break
-            took = time.monotonic() - lane.started
-            failed = f"Mooncake cannot read (code {code} after {took:.1f} s)"
-            answers.append((lane.owner, failed if code else None))
-            lane.owner = None
+            if code:
+                took = time.monotonic() - lane.started
+                lane.problem = f"Mooncake cannot read (code {code} after {took:.1f} s)"
+                self.kill()
+            else:
+                answers.append((lane.owner, None))
+                lane.owner = None
         return answers
 
     def kill(self) -> None:
@@ -157,7 +165,7 @@ class AgentProcess(Generic[T]):
 
     def _restart(self) -> list[tuple[T, str | None]]:
         lost: list[tuple[T, str | None]] = [
-            (lane.owner, ENDED) for lane in self._lanes if lane.owner is not None
+            (lane.owner, lane.problem or ENDED) for lane in self._lanes if lane.owner is not None
         ]
         self._close_channels()
         if time.monotonic() >= self._not_before:

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 
 import msgspec
 
@@ -38,7 +39,7 @@ from kvferry.transports.copy.segments import (
     descriptors_between,
 )
 from kvferry.transports.mooncake.agent import GREETING_BYTES, Greeting, ReadCall
-from kvferry.transports.mooncake.agent_process import AgentProcess, MooncakeSettings
+from kvferry.transports.mooncake.agent_process import ENDED, AgentProcess, MooncakeSettings
 from kvferry.transports.shm import SharedMemory
 from kvferry.transports.write_grants import write_grants_unsupported
 from kvferry.types import Address, PeerId, Region
@@ -49,6 +50,10 @@ MAX_DESCRIPTORS = 1000
 POLL_INTERVAL_S = 0.001
 SERVING_INTERVAL_S = 1.0
 """How often an agent that serves peers is looked after."""
+MAX_REPEATED = 20
+"""How many batches a read repeats because our agents have ended. A few are with the agent when it
+ends.
+"""
 BACKLOG = 512
 CANCELLED = "cancelled"
 
@@ -77,7 +82,7 @@ class MooncakeTransport:
         self._advertised_host = advertised_host.strip("[]")
         self._settings = settings or MooncakeSettings()
         self._regions: tuple[Region, ...] = ()
-        self._running: tuple[AgentProcess[_Transfer], socket.socket, str] | None = None
+        self._running: tuple[AgentProcess[_Call], socket.socket, str] | None = None
         """The agent, the listener that it inherits, and our numeric address for peers."""
         self._links: dict[PeerId, _Link] = {}
         self._transfers: deque[_Transfer] = deque()
@@ -91,7 +96,7 @@ class MooncakeTransport:
         if not self._memory.contains(regions):
             return False
         host, listener = _listening_on(self._bind_host, self._advertised_host)
-        agent = AgentProcess[_Transfer](self._settings, host, listener, self._memory.fd)
+        agent = AgentProcess[_Call](self._settings, host, listener, self._memory.fd)
         self._regions = tuple(regions)
         self._running = agent, listener, host
         try:
@@ -153,9 +158,11 @@ class MooncakeTransport:
             return []
         agent, _, _ = self._running
         now = time.monotonic()
-        for transfer, problem in agent.poll():
+        for (transfer, part), problem in agent.poll():
             transfer.in_flight -= 1
-            if problem is not None:
+            if problem == ENDED and transfer.may_repeat:
+                transfer.repeat(part)
+            elif problem is not None:
                 self._fail(transfer, problem)
         for transfer in list(self._transfers):
             # After the answers: a batch counts only if the peer's agent is alive now.
@@ -210,7 +217,7 @@ class MooncakeTransport:
         )
         return handle
 
-    def _submit(self, agent: AgentProcess["_Transfer"]) -> None:
+    def _submit(self, agent: AgentProcess["_Call"]) -> None:
         """Give idle lanes the next batches, one for each transfer in turn. A peer gets at most half
         of the lanes, so that a silent one does not block the others.
         """
@@ -222,7 +229,8 @@ class MooncakeTransport:
             self._transfers.rotate(-1)
             busy = sum(t.in_flight for t in self._transfers if t.link is transfer.link)
             if transfer.is_ready and busy < limit:
-                agent.submit(transfer.next_call(self._memory.address), transfer)
+                part = transfer.take_part()
+                agent.submit(transfer.link.call(part, self._memory.address), (transfer, part))
 
     def _fail(self, transfer: "_Transfer", problem: str) -> None:
         """Stop all transfers with the peer, which may have restarted: the next transfer needs a new
@@ -322,6 +330,7 @@ class _Transfer:
     in_flight: int = 0
     total_bytes: int = 0
     segments: int = 0
+    num_repeated: int = 0
     error: str | None = field(default=None, init=False)
     stopped_at: float = field(default=0.0, init=False)
 
@@ -333,14 +342,30 @@ class _Transfer:
     def has_ended(self) -> bool:
         return not self.in_flight and (self.error is not None or self.next_part is None)
 
-    def next_call(self, our_memory: int) -> ReadCall:
+    def take_part(self) -> Descriptors:
+        """The next batch, which then is with the agent."""
         part = self.next_part
         assert part is not None
         self.next_part = next(self.parts, None)
         self.in_flight += 1
         self.total_bytes += part.total_bytes
         self.segments += len(part)
-        return self.link.call(part, our_memory)
+        return part
+
+    @property
+    def may_repeat(self) -> bool:
+        return self.error is None and self.num_repeated < MAX_REPEATED
+
+    def repeat(self, part: Descriptors) -> None:
+        """Read a batch again with the next agent: the last one has ended, often because a read
+        from another peer had failed.
+        """
+        if self.next_part is not None:
+            self.parts = chain((self.next_part,), self.parts)
+        self.next_part = part
+        self.num_repeated += 1
+        self.total_bytes -= part.total_bytes
+        self.segments -= len(part)
 
     def stop(self, error: str) -> None:
         """Submit no more batches. The first reason counts."""
@@ -359,6 +384,10 @@ class _Transfer:
             self.post_s,
             time.perf_counter() - self.started,
         )
+
+
+_Call = tuple[_Transfer, Descriptors]
+"""What a call of the agent is made for: a batch of a read."""
 
 
 def _listening_on(bind_host: str, advertised_host: str) -> tuple[str, socket.socket]:
