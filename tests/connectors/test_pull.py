@@ -15,7 +15,7 @@ from tests.connectors.pair import DEADLINE_S, Blocks, EngineRequest, EngineSide,
 
 from kvferry.connectors.contract import KVCacheGroup, RequestStatus
 from kvferry.connectors.metadata import NixlHandshakeMetadata
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, KVFerryError
 from kvferry.protocol import messages as codec
 from kvferry.protocol.messages import FailureReply, FailureRequest, Release, ReleaseLeg
 from kvferry.protocol.tickets import HOLE
@@ -198,6 +198,20 @@ def test_a_router_is_told_that_an_engine_that_computes_the_prompt_has_not_used_t
     assert "was not used" in failure_reason(d, "leg other", network)
     assert failure_reason(d, "leg good", network) == ""
     d.shutdown()
+
+
+def test_an_engine_whose_sleep_has_failed_ends_with_its_next_load(
+    pair: tuple[EngineSide, EngineSide],
+) -> None:
+    """vLLM does not restore the cache of such an engine, so the load would wait for ever."""
+    p, d = pair
+    request = arrive(d, p.prefill(EngineRequest("a", TOKENS), [5, 6, 7]))
+    matched, _ = d.scheduler.get_num_new_matched_tokens(request, 0)
+    assert matched
+    d.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3],)), matched)
+    d.worker.unregister_kv_caches()
+    with pytest.raises(KVFerryError, match="restart the engine"):
+        d.step()
 
 
 @pytest.mark.parametrize("is_reset", [False, True])

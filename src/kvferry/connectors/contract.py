@@ -686,7 +686,7 @@ class KVConnectorBase_V1(ABC):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Whether `unregister_kv_caches` lets go of the memory of the caches."""
+        """Whether `unregister_kv_caches` ends every use of the caches' memory."""
         return True
 
     @classmethod

@@ -123,7 +123,7 @@ class OffloadWorker:
         return self._reports.usage()
 
     def wait_idle(self) -> None:
-        """Wait until the commands of before are done, so that no copy uses the cache. KVFerryError
+        """Wait until all earlier commands are done, so that no copy uses the cache. KVFerryError
         if that takes too long.
         """
         is_idle = threading.Event()

@@ -71,7 +71,7 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 def why_not_asleep(extra: Any) -> str:
-    """Why a connector with these settings cannot let go of memory on a GPU; empty if it can."""
+    """Why kvferry cannot unregister a GPU's memory with these settings; empty if it can."""
     if not isinstance(extra, NixlExtraConfig):
         return ""
     if extra.transports == ("cuda_ipc",):
@@ -80,7 +80,7 @@ def why_not_asleep(extra: Any) -> str:
             "nixl, or set kv_buffer_device to cpu, which moves KV by shared memory"
         )
     if extra.backends != ("UCX",):
-        return "of NIXL's backends, kvferry lets only UCX let go of memory; set backends to UCX"
+        return "kvferry can unregister memory only from NIXL's backend UCX; set backends to UCX"
     return ""
 
 
