@@ -44,7 +44,11 @@ VLLM_VERSION = "0.33.0"
 NEW_PACKAGES = ("orjson",)
 """Packages that vLLM 0.33 imports and the environment of its newest CPU build, 0.32, lacks."""
 PARTS, PROJECT, ARRIVE = "vllm.tar.xz", "project.tar.xz", "arrive.sh"
-COMPILED = ("vllm/_C_stable_libtorch", "vllm/vllm_flash_attn/_vllm_fa3_C")
+COMPILED = (
+    "vllm/_C_stable_libtorch",
+    "vllm/vllm_flash_attn/_vllm_fa3_C",
+    "vllm/cumem_allocator",  # sleep mode
+)
 """The start of the paths of those of vLLM's libraries that are kept."""
 LEFT_OUT_OF_VLLM = (
     "vllm/vllm-rs",

@@ -70,7 +70,7 @@ def test_a_failure_is_tried_again_only_where_the_machine_stood_still(
             child.send_signal(signal.SIGSTOP)
             time.sleep(5.0)
             child.send_signal(signal.SIGCONT)
-        said, _ = child.communicate(timeout=60)
+        said, _ = child.communicate()
     assert (child.returncode == 0) == stands_still, said
     assert ("run once more, as the machine stalled" in said) == stands_still, said
     assert ("2 passed" in said) == stands_still, said

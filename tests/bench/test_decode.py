@@ -10,14 +10,12 @@ from kvferry.bench.decode import make_row
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_every_context_and_batch_has_a_row() -> None:
     command = [sys.executable, "-m", "kvferry", "bench", "decode", "--json"]
     ran = subprocess.run(
         [*command, "--context", "40,3000", "--batch", "1,3", "--output-tokens", "6"],
         capture_output=True,
         text=True,
-        timeout=100,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
@@ -37,6 +35,6 @@ def test_only_gaps_while_all_requests_decode_are_counted() -> None:
 
 def test_a_wrong_number_is_named() -> None:
     command = [sys.executable, "-m", "kvferry", "bench", "decode", "--batch", "0"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 2
     assert "--batch" in ran.stderr

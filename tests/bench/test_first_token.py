@@ -25,9 +25,8 @@ def test_a_row_sums_up_one_length_beside_the_usual_path() -> None:
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-@pytest.mark.timeout(300)
 def test_it_runs_and_compares_the_tokens_of_both_routers() -> None:
     command = [sys.executable, "-m", "kvferry", "bench", "first-token", "--samples", "1", "--json"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    ran = subprocess.run(command, capture_output=True, text=True)
     assert ran.stdout, ran.stderr
     assert len(json.loads(ran.stdout)["rows"]) == 2 * len(LENGTHS)

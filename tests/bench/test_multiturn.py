@@ -19,7 +19,6 @@ TOKEN_BYTES = 4 * 2 * 2 * 64 * 4
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(500)
 @pytest.mark.exhaustive
 def test_with_reuse_p_computes_what_is_new_and_fetches_the_rest() -> None:
     command = [
@@ -35,7 +34,7 @@ def test_with_reuse_p_computes_what_is_new_and_fetches_the_rest() -> None:
         "3",
     ]
     lengths = ["--first-tokens", "320", "--answer-tokens", "80", "--prefix-caching", "off"]
-    ran = subprocess.run([*command, *lengths], capture_output=True, text=True, timeout=480)
+    ran = subprocess.run([*command, *lengths], capture_output=True, text=True)
     assert ran.stdout, ran.stderr
     rows: dict[tuple[bool, int], dict[str, Any]] = {
         (row["reuse"], row["turn"]): row for row in json.loads(ran.stdout)["rows"]

@@ -19,7 +19,6 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
     pytest.mark.exhaustive,
-    pytest.mark.timeout(600),
 ]
 
 Bench = Callable[..., Any]

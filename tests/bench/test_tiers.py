@@ -126,7 +126,6 @@ def test_the_object_tier_is_measured_on_a_server_of_the_benchmark(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(500)
 def test_first_tokens_come_from_every_tier(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,7 +26,6 @@ from kvferry.cli.runtime import StopRequest
 from kvferry.errors import KVFerryError
 
 DEADLINE_S = 60.0
-WHOLE_RUN_S = 240.0
 QUICK = [sys.executable, "-m", "kvferry", "bench", "transfer", "--quick"]
 pytestmark = pytest.mark.slow
 
@@ -75,7 +74,6 @@ def test_every_transport_is_measured_in_every_size_and_pattern(tmp_path: Path) -
         [*QUICK, "--rounds", "1", "--json", "--plot", str(plot)],
         capture_output=True,
         text=True,
-        timeout=WHOLE_RUN_S,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
@@ -105,7 +103,7 @@ def test_a_transport_that_fails_is_shown_with_its_reason_and_the_others_are_meas
         for child in psutil.Process(process.pid).children(recursive=True):
             if AGENT in child.cmdline():
                 child.kill()
-        said, _ = process.communicate(timeout=WHOLE_RUN_S)
+        said, _ = process.communicate()
     assert process.returncode == 1
     rows = json.loads(said)["rows"]
     for row in rows:
@@ -127,7 +125,6 @@ def test_without_nixl_the_rest_is_measured(tmp_path: Path) -> None:
         [*QUICK, "--rounds", "1", "--json"],
         capture_output=True,
         text=True,
-        timeout=WHOLE_RUN_S,
         check=False,
         env=os.environ | {"PYTHONPATH": path},
     )
@@ -183,7 +180,6 @@ def test_sizes_can_be_chosen_and_those_that_do_not_fit_are_refused() -> None:
         [*QUICK, "--rounds", "1", "--json", "--segments", "32", "--moved", "2", "4"],
         capture_output=True,
         text=True,
-        timeout=WHOLE_RUN_S,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
@@ -202,7 +198,6 @@ def test_sizes_can_be_chosen_and_those_that_do_not_fit_are_refused() -> None:
         [*QUICK, "--segments", "65536"],
         capture_output=True,
         text=True,
-        timeout=WHOLE_RUN_S,
         check=False,
     )
     assert refused.returncode == 2

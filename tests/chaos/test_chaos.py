@@ -96,7 +96,6 @@ def test_a_report_can_be_written_as_json() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_a_short_chaos_run_is_clean(tmp_path: Path) -> None:
     command = [
         sys.executable,
@@ -116,7 +115,6 @@ def test_a_short_chaos_run_is_clean(tmp_path: Path) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=220,
     )
     print(done.stderr)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -47,7 +47,6 @@ def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-c", code, *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
         check=False,
     )
 

@@ -21,7 +21,7 @@ from kvferry.engine.make_model.writer import make_model
 from kvferry.engine.options import EngineOptions
 from kvferry.types import KVLayout
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 FAMILIES = {"GQA": "qwen3", "MLA": "mla", "sliding windows": "window"}
 TRANSPORTS = ("shm", "nixl")

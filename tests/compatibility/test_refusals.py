@@ -17,7 +17,7 @@ from tests.compatibility.table import Outcomes
 from kvferry.engine.make_model.writer import make_model
 from kvferry.engine.options import EngineOptions
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.slow
 
 PROMPT = [10 + (index * 7) % 400 for index in range(100)]
 CACHE_DTYPES = ("float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2")

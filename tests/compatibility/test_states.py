@@ -16,7 +16,7 @@ from kvferry.engine.make_model.writer import make_model
 from kvferry.engine.options import EngineOptions
 from kvferry.types import KVLayout
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 
 MAX_TOKENS = 12
 

@@ -9,7 +9,7 @@ from tests.dashboard.browser import open_page
 from tests.dashboard.tiered_fleet import TieredFleet, start_tiered_fleet
 from tests.e2e.harness import Prompt, ask_all
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 PREFIX = tuple(10 + (7 * n) % 480 for n in range(800))
 TIERS = """[...document.querySelectorAll('#tiers tbody tr')].map(row =>

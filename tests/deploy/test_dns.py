@@ -23,7 +23,7 @@ from tests.ports import reserve_port
 
 from kvferry.engine.make_model.writer import make_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 
 PREFILL, DECODE = "prefill.kv.test", "decode.kv.test"
 P, D1, D2 = "127.77.0.1", "127.77.0.2", "127.77.0.3"

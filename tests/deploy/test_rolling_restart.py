@@ -11,7 +11,7 @@ from tests.e2e.harness import Cluster, Engine
 
 from kvferry.engine.make_model.writer import make_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(290)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,5 @@ def make_certificate(folder: Path) -> tuple[Path, Path]:
         *names,
     ]
     cert, key = folder / "cert.pem", folder / "key.pem"
-    subprocess.run(
-        [*command, "-keyout", key, "-out", cert], check=True, capture_output=True, timeout=60
-    )
+    subprocess.run([*command, "-keyout", key, "-out", cert], check=True, capture_output=True)
     return cert, key

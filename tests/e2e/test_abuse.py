@@ -17,7 +17,7 @@ from kvferry.protocol.messages import WIRE_VERSION, HandshakeRequest
 from kvferry.protocol.tickets import TicketKey
 from kvferry.transports.zmq import CurveKeys, ZmqTransport
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
 COUNTED = ("rejected_params", "transfers", "failed_handshakes")
 PROMPT = Prompt(tuple(range(40, 120)))

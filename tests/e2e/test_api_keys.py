@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tests.e2e.harness import Cluster, Engine, Prompt, new_session, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
 
 def key_file(directory: Path, key: str) -> str:

@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.conftest import Pair
 from tests.e2e.harness import Engine, Prompt, ask, assert_quiescent, metrics, new_session, prefill
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
 BLOCK = 16
 

@@ -222,7 +222,7 @@ class Said:
 
 def curl(*words: str, stdin: bytes | None = None) -> Said:
     command = ["curl", "-sS", "--noproxy", "*", "--max-time", "60", "-w", "\n%{http_code}", *words]
-    return Said(subprocess.run(command, input=stdin, capture_output=True, timeout=90))
+    return Said(subprocess.run(command, input=stdin, capture_output=True))
 
 
 def test_curl_plain_and_in_old_http_get_the_same(patient: Pair, alone: OpenAI) -> None:

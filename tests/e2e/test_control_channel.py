@@ -27,7 +27,7 @@ from tests.e2e.proxied_engine import BEHIND, Channels
 
 from kvferry.testing.fault_proxy import FaultProxy, ProxyDirection, ProxySide
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
 SILENCE = (
     "no longer answers heartbeats",

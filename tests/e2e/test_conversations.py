@@ -20,7 +20,7 @@ from tests.e2e.conftest import PATIENT
 from tests.e2e.conversations import BLOCK, PULLED
 from tests.e2e.harness import Cluster, Engine, assert_quiescent, metrics, new_session
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 
 BYTES = "kvferry:reuse_loaded_bytes_total"
 REUSE = {**PATIENT, "bidirectional_kv_xfer": True, "kv_recompute_threshold": 0}

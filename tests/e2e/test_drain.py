@@ -27,7 +27,7 @@ from tests.e2e.harness import (
     until,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 
 EXIT_S = 60.0
 LONG = 4000

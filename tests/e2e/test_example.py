@@ -29,7 +29,7 @@ from tests.e2e.harness import (
 from tests.tiers.forged_prefixes import forge
 from tests.tiers.storages import mounted
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 PROMPTS = random_prompts(100, seed=51)
 LONG = Prompt(tuple(10 + (7 * n) % 480 for n in range(1400)), max_tokens=8)

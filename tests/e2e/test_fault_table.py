@@ -36,7 +36,7 @@ from tests.ports import reserve_port
 from kvferry.testing.fault_proxy import FaultProxy, ProxyDirection
 from kvferry.types import Address
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 
 DEADLINE_S = 60.0
 EXPIRED = "kvferry:kv_expired_reqs_total"

@@ -15,7 +15,7 @@ from tests.e2e.random_answers import Asked, give, give_all, random_requests
 from kvferry.router.serving.client_request import ClientRequest, read_client_request
 from kvferry.router.serving.first_token import may_continue
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 FROM_PREFILL = "kvferry:router_first_tokens_from_prefill_total"
 SETTINGS: dict[str, list[Any]] = {

@@ -21,7 +21,7 @@ from tests.e2e.harness import (
 )
 from tests.ports import reserve_ports
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 PROMPTS = [Prompt(tuple(range(10 + number, 31 + 17 * number))) for number in range(24)]
 

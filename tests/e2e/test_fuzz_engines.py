@@ -12,7 +12,7 @@ from tests.e2e.conftest import Pair
 from tests.e2e.harness import assert_quiescent, new_session
 from tests.router.fuzzing import GENERATING, Fuzzed, any_request, bodies, check, framed, send, soups
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 
 GOOD = json.dumps(
     {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 2, "temperature": 0}

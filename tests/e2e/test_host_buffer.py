@@ -26,7 +26,7 @@ from tests.e2e.harness import (
     new_session,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 
 GREEDY = random_prompts(40, seed=41, longest=500)
 STAGED = {"force_host_buffer": True}

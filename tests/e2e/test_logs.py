@@ -11,7 +11,7 @@ from tests.e2e.harness import Cluster, Engine, Prompt, new_session, prefill, unt
 
 from kvferry.cli.main import main
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
 API_KEY, ADMIN_KEY, INSTANCE_KEY = "sk-tenant-canary", "sk-admin-canary", "sk-instance-canary"
 AWS = {"AWS_ACCESS_KEY_ID": "AKIACANARY", "AWS_SECRET_ACCESS_KEY": "aws-secret-canary"}

@@ -18,7 +18,7 @@ from tests.e2e.harness import (
     new_session,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 PROMPTS = random_prompts(48, seed=52, longest=600)
 CONNECTORS = ("NixlPushConnector", "NixlConnector")

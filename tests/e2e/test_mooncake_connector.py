@@ -26,7 +26,7 @@ from tests.e2e.harness import (
 )
 from tests.transports.mooncake_agents import AGENT, skip_without_mooncake
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 
 PROMPTS = random_prompts(100, seed=57)
 LONG = [Prompt(tuple(range(first, first + 200))) for first in range(20, 60, 10)]

@@ -35,7 +35,7 @@ from tests.e2e.harness import (
     until,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 
 LONG = 600
 """Prompt length in tokens, 4 KiB each: several seconds at the rates below."""

@@ -19,7 +19,7 @@ from tests.e2e.test_network import EXPIRED, LONG, begin_reads, cut_during_reads,
 
 from kvferry.errors import KVFerryError
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

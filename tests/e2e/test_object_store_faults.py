@@ -28,7 +28,7 @@ from tests.tiers.s3_server import request as ask_s3
 from kvferry.testing.fault_proxy import FaultProxy
 from kvferry.types import Address
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.slow
 
 BUCKET = "faults"
 FEW, MANY = 2, 20

@@ -15,7 +15,7 @@ from tests.ports import reserve_ports
 from kvferry.engine.make_model.writer import make_model
 from kvferry.errors import KVFerryError
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
 PROMPT = Prompt(tuple(range(20, 120)))
 

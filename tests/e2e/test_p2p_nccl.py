@@ -31,7 +31,7 @@ from tests.e2e.harness import (
 )
 from tests.e2e.push_legs import Legs, Shape, assert_all_ended_well, count_now
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 
 CONNECTOR = "P2pNcclConnector"
 PROMPTS = random_prompts(100, seed=71, longest=600)

@@ -24,7 +24,7 @@ from tests.e2e.harness import (
 )
 from tests.sampling import sampled
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 GREEDY = random_prompts(60, seed=51, longest=600)
 TRANSPORTS = ("shm", "nixl", "tcp")

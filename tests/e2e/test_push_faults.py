@@ -30,7 +30,7 @@ from tests.e2e.harness import (
 )
 from tests.e2e.push_legs import EXPIRED, Legs, Shape, assert_all_ended_well, count_now
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 SILENCE = "no longer answers heartbeats", "was lost"
 

@@ -28,7 +28,7 @@ from tests.e2e.harness import (
     new_session,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 
 GREEDY = random_prompts(60, seed=53, longest=600)
 STAGED = {"force_host_buffer": True}

@@ -27,7 +27,7 @@ from tests.ports import reserve_ports
 from kvferry.cli.cluster.processes import ChildProcess, ProcessGroup
 from kvferry.types import Address
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -70,7 +70,7 @@ def test_the_four_commands_serve_a_request_through_both_engines(tmp_path: Path) 
                 own = dict(word.split("=", 1) for word in words[: words.index("kvferry")])
                 command = words[words.index("kvferry") :]
                 if "make-model" in command:
-                    subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=60)
+                    subprocess.run(command, cwd=tmp_path, env=environment, check=True)
                     continue
                 command = [str(tmp_path / "tiny") if word == "tiny" else word for word in command]
                 child = ChildProcess(command[1], command, environment | own)

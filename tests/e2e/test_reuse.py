@@ -30,7 +30,7 @@ from tests.e2e.harness import Cluster, Engine, Prompt, ask, metrics, new_session
 from tests.e2e.push_legs import Legs, Shape
 from tests.e2e.test_bytes_moved import token_bytes
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 
 REUSE = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 0}
 UNCACHED = "--no-enable-prefix-caching"

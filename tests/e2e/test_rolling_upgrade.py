@@ -26,7 +26,7 @@ from tests.e2e.harness import (
 
 from kvferry.protocol.messages import WIRE_VERSION
 
-pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 LAST_COMMITS = {8: "3fce70ce8e25e0a240eeb6d7d9bf19b4870ad5d5"}
 """The last commit of each wire version that this version still supports."""

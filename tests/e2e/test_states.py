@@ -21,7 +21,7 @@ from tests.e2e.harness import (
 
 from kvferry.engine.make_model.writer import make_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 PROMPTS = random_prompts(30, seed=81, longest=300)
 

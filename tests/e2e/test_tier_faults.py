@@ -44,7 +44,7 @@ from kvferry.tiers.base import ObjectKey
 from kvferry.tiers.envelope import HEADER_BYTES, Envelope
 from kvferry.tiers.pool_reader import list_segments
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 PROMPTS = random_prompts(12, seed=33, longest=600)
 OTHERS = random_prompts(4, seed=34, longest=600)

@@ -36,7 +36,7 @@ from kvferry.tiers.envelope import HEADER_BYTES, Envelope
 from kvferry.tiers.keys import FORMAT_VERSION
 from kvferry.types import Address
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 PROMPTS = random_prompts(200, seed=21)
 LONG = Prompt(tuple(10 + (7 * n) % 480 for n in range(1400)), max_tokens=8)

@@ -25,7 +25,7 @@ from tests.e2e.harness import (
     post,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 GREEDY = random_prompts(200, seed=1)
 SAMPLED = [

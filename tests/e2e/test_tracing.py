@@ -26,7 +26,7 @@ from tests.e2e.harness import (
 from tests.e2e.test_tiers import until_counted
 from tests.tracing.collector import Collector, ReceivedSpan
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 
 EXIT_S = 60.0
 ROUTER_PHASES = ["queued", "prefill", "decode", "streaming"]

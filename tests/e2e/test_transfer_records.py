@@ -17,7 +17,7 @@ from kvferry.router.dashboard.request_view import view_request
 from kvferry.router.timeline import RecentRequests, RequestEvent, RequestOutcome
 from kvferry.web.transfer_records import TransferRecord, read_transfer_records
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
 
 def prompt(seed: int, count: int = 100) -> Prompt:

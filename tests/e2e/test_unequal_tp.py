@@ -26,7 +26,7 @@ from tests.e2e.harness import (
     until,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 
 GREEDY = random_prompts(40, seed=31, longest=500)
 PAIRS = [((2, 1), "shm"), ((1, 2), "nixl")]

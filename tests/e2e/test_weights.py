@@ -7,7 +7,7 @@ import pytest
 from tests.checkpoints import put_checkpoint
 from tests.e2e.harness import Cluster, Prompt, ask_all, assert_said, metrics, new_session
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 PROMPTS = [Prompt(tuple(range(100 + first, 300))) for first in range(4)]
 

@@ -32,7 +32,6 @@ from tests.gpu.gpu_cluster import DTYPES, TRANSPORTS, GpuCluster
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
 ]
 

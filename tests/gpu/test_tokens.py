@@ -28,7 +28,6 @@ from tests.gpu.gpu_cluster import DTYPES, TRANSPORTS, GpuCluster, Shape
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(400),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
 ]
 

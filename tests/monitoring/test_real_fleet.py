@@ -24,7 +24,7 @@ from tests.monitoring.prometheus import (
 
 from kvferry.engine.make_model.writer import make_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 
 SCRAPE_S, WAIT_S = 1, 60.0
 KEY = "sk-admin"

@@ -65,7 +65,6 @@ def test_parts_arrive_whole_and_the_command_runs_in_the_project(
             env={**os.environ, "PYTHON": sys.executable},
             capture_output=True,
             text=True,
-            timeout=60,
             check=False,
         )
         assert ran.returncode == 0, ran.stderr

@@ -272,7 +272,6 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         [*command, "-keyout", folder / "key.pem", "-out", folder / "cert.pem"],
         check=True,
         capture_output=True,
-        timeout=60,
     )
     return folder / "cert.pem", folder / "key.pem"
 

@@ -81,5 +81,5 @@ def test_a_router_on_any_free_port_serves_and_ends_quietly_when_told(
             assert upload.recv(4096).startswith(b"HTTP/1.1 100 ")
             process.send_signal(number)
             assert upload.recv(4096).startswith(b"HTTP/1.1 503 ")
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate()
     assert (process.returncode, errors) == (0, "")

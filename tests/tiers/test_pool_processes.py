@@ -199,7 +199,6 @@ def run_in_small_file_system(tmp_path: Path, scene: str) -> None:
         [*unshare, sys.executable, "-c", IN_SMALL_FILE_SYSTEM, str(tmp_path), scene],
         capture_output=True,
         text=True,
-        timeout=120,
         check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )

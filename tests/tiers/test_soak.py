@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pytest
 from tests.sampling import exhaustive
 from tests.tiers.pool_engine import NAMESPACE, key
 from tests.tiers.test_pool_processes import MIB, resident_bytes, run_alone
@@ -127,6 +126,5 @@ def test_memory_and_disk_stay_flat_over_4000_stores_and_loads(folder: Path) -> N
 
 
 @exhaustive
-@pytest.mark.timeout(900)
 def test_memory_and_disk_stay_flat_over_100000_stores_and_loads(folder: Path) -> None:
     run_alone(soak, folder, 100_000)

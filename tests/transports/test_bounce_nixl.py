@@ -225,7 +225,6 @@ def test_notifications_that_mean_nothing_are_counted() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_a_killed_reader_leaves_room_for_others_and_its_slot_comes_back() -> None:
     with _owner() as far, _reader(far) as (process, pipe):
         assert pipe.recv() == "begun"
@@ -242,7 +241,6 @@ def test_a_killed_reader_leaves_room_for_others_and_its_slot_comes_back() -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_a_stopped_reader_fails_what_it_was_reading_and_reads_on() -> None:
     with _owner() as far, _reader(far) as (process, pipe):
         assert pipe.recv() == "begun"
@@ -258,7 +256,6 @@ def test_a_stopped_reader_fails_what_it_was_reading_and_reads_on() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_a_stopped_owner_fails_the_read_and_serves_again_when_it_wakes() -> None:
     with _owner() as far, PairSourceOf(far).pair() as pair:
         handle = pair.near.transport.read(pair.peer, shuffled(4096, seed=1))

@@ -69,13 +69,13 @@ def _compile(folder: Path, source: str, name: str, *flags: str) -> None:
         f"-Wl,-soname,{name}",
         *flags,
     ]
-    subprocess.run(command, cwd=folder, check=True, timeout=60)
+    subprocess.run(command, cwd=folder, check=True)
 
 
 def _run(program: str, environment: dict[str, str]) -> int:
     command = [sys.executable, "-c", program]
     return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, timeout=60, check=False
+        command, cwd=ROOT, env=environment, capture_output=True, check=False
     ).returncode
 
 

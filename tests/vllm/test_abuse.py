@@ -47,7 +47,7 @@ from tests.vllm.wire import greet, listening, send_noise, side_channel
 
 from kvferry.protocol.tickets import TicketKey
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 CONTEXT = 2048
 

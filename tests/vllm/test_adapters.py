@@ -12,7 +12,7 @@ from tests.vllm.adapters import write_adapter
 from tests.vllm.fleet import Fleet, ready
 from tests.vllm.vllm_asking import assert_free, random_prompts
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 SAME, OTHER = "copied", ("scaled", "stabilised", "changed")
 

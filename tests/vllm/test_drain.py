@@ -10,7 +10,7 @@ from tests.e2e.harness import Prompt, ask, metrics, new_session, prefill
 from tests.vllm.conftest import Trio
 from tests.vllm.fleet import ready
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(290)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 PROMPTS = [Prompt(tuple(range(first, first + 90)), max_tokens=12) for first in (20, 300)]
 END_S = 60.0

@@ -15,7 +15,7 @@ from tests.vllm.fleet import BY_MODULE_PATH, Fleet, ready
 from tests.vllm.right import PROMPTS, Right
 from tests.vllm.vllm_asking import assert_free
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 NO_PREFIX_CACHE = "--no-enable-prefix-caching"
 LONG = max(PROMPTS, key=lambda prompt: len(prompt.token_ids))

@@ -15,7 +15,7 @@ from tests.vllm.conftest import Trio
 from tests.vllm.fleet import BY_PLUGIN, Fleet, ready
 from tests.vllm.vllm_asking import assert_free, random_prompts
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from tests.vllm.conftest import Trio
 from tests.vllm.fleet import ready
 from tests.vllm.vllm_asking import assert_free
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 FROM_PREFILL = "kvferry:router_first_tokens_from_prefill_total"
 SETTINGS: dict[str, list[Any]] = {

@@ -17,7 +17,7 @@ from kvferry.cli.main import main
 
 __all__ = ["object_server", "storage"]
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 NUM_CPU_BLOCKS = 20
 DISK_SIZE = "8MiB"

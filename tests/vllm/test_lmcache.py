@@ -27,7 +27,7 @@ from tests.vllm.vllm_asking import assert_free
 from kvferry.errors import KVFerryError
 from kvferry.types import Address
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 DEV_MODE = {"VLLM_SERVER_DEV_MODE": "1"}
 """vLLM then serves the page that resets its prefix cache."""

@@ -16,7 +16,7 @@ from tests.vllm.vllm_asking import stream
 
 from kvferry.types import Address
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.exhaustive]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.exhaustive]
 
 PROMPT = next(prompt for prompt in PROMPTS if len(prompt.token_ids) > 300)
 

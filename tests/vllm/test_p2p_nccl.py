@@ -22,7 +22,7 @@ from tests.vllm.killed import assert_right_or_error, kill_p_while_d_reads, kill_
 from tests.vllm.right import PROMPTS, Right
 from tests.vllm.vllm_asking import assert_free, random_prompts
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 FINISHED, FAILED = "kvferry:finished_loads_total", "kvferry:failed_loads_total"
 _seeds = count(1000)

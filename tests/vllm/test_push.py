@@ -39,7 +39,7 @@ from tests.vllm.vllm_asking import ONLY_THE_BEST, assert_free, stream
 from kvferry.config import ClusterSecret
 from kvferry.protocol.tickets import PushTicket, PushTicketKey
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 PATIENT = {"kv_lease_duration": 600}
 SOON_S = 100.0

@@ -27,7 +27,7 @@ from tests.vllm.fleet import Fleet, ready
 from tests.vllm.right import BYTES_PER_TOKEN
 from tests.vllm.vllm_asking import stream
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 BLOCK = 32
 ANSWER_TOKENS = 24

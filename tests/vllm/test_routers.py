@@ -24,7 +24,7 @@ from kvferry.bench.router.contestants import Tools, missing_packages
 from kvferry.bench.router.report import Router
 from kvferry.types import Address
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 BLOCK_TOKENS = 32
 ABORTS = "kvferry:router_client_aborts_total"

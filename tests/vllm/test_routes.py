@@ -17,7 +17,7 @@ from tests.vllm.conftest import Trio
 from tests.vllm.fleet import ready
 from tests.vllm.vllm_asking import assert_free
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 MODEL = "tiny"
 LOADS = "kvferry:finished_loads_total"

@@ -30,7 +30,6 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
     pytest.mark.exhaustive,
-    pytest.mark.timeout(600),
 ]
 
 BLOCK = 32

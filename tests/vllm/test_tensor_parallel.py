@@ -13,7 +13,7 @@ from tests.vllm.conftest import Trio
 from tests.vllm.fleet import Fleet, ready
 from tests.vllm.vllm_asking import assert_free, random_prompts
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 PROMPTS = random_prompts(10, seed=41, longest=700)
 

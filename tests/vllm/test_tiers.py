@@ -24,7 +24,7 @@ from tests.vllm.vllm_asking import assert_free
 
 from kvferry.types import Address
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 OFFLOADING = {**BY_MODULE_PATH, "kv_connector": "OffloadingConnector"}
 ENVIRONMENT = {

@@ -13,7 +13,7 @@ from tests.vllm.fleet import ready
 from tests.vllm.right import BYTES_PER_TOKEN, CHATS, PROMPTS, Right, chat
 from tests.vllm.vllm_asking import assert_free, stream
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 def test_the_embedded_engine_and_vllm_give_equal_tokens_for_one_checkpoint(right: Right) -> None:

@@ -17,7 +17,7 @@ from tests.tracing.collector import Collector, ReceivedSpan
 from tests.vllm.fleet import BY_MODULE_PATH, Fleet, ready
 from tests.vllm.test_tiers import num_chunks, until_stored
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 TRANSFER_PHASES = ["lease", "blocks", "transfer", "confirm"]
 

@@ -22,7 +22,7 @@ from tests.vllm.right import PROMPTS, Right
 
 from kvferry.types import Address
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 FLAGS = ("--enforce-eager", "--dtype", "float32", "--max-model-len", "2048", "--block-size", "32")
 NUM_PROMPTS = 8
@@ -104,7 +104,7 @@ def check_up(up: Up, model: Path, right: Right) -> None:
     assert "of KV cache by " in shown
     for stage in ("prefill-0: loading weights after ", "prefill-0: ready on 127.0.0.1:"):
         assert stage in shown
-    answer = subprocess.run(shlex.split(request), capture_output=True, timeout=60, check=True)
+    answer = subprocess.run(shlex.split(request), capture_output=True, check=True)
     assert json.loads(answer.stdout)["model"] == model.name
     check_tokens(Address(host, int(port)), model.name, right)
 
@@ -134,7 +134,7 @@ def test_two_prefill_servers_and_a_kill_leave_nothing(
 @pytest.mark.exhaustive
 def test_a_model_that_does_not_exist_is_named_with_what_to_do(tmp_path: Path) -> None:
     with Up(tmp_path, Path("nobody/such-model")) as up:
-        output, _ = up.process.communicate(timeout=200)
+        output, _ = up.process.communicate()
         assert up.process.returncode == 1
         assert "check the model's name" in output
         assert f"the logs are in {tmp_path}" in output

@@ -29,7 +29,7 @@ from tests.vllm.vllm_asking import assert_free, random_prompts
 
 from kvferry.engine.make_model.writer import make_model
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 async def load(session: aiohttp.ClientSession, engine: Engine, weights: Path) -> None:

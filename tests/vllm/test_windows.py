@@ -14,7 +14,7 @@ from tests.vllm.vllm_asking import assert_free, random_prompts
 
 from kvferry.engine.make_model.writer import make_model
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 WINDOW, BLOCK = 64, 32
 LAYER_BYTES = 2 * 2 * 64 * 4

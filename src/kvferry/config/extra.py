@@ -227,7 +227,9 @@ class MooncakeExtraConfig(NixlExtraConfig):
     mooncake_protocol: Text = "tcp"
     """How Mooncake moves bytes: tcp or rdma."""
     num_workers: Annotated[int, span("a whole number", 1, 256)] = 10
-    """How many reads Mooncake makes at once, each of up to 8 MiB; half of them from one peer."""
+    """How many reads Mooncake makes at once, each of up to 8 MiB: one from each peer over tcp, half
+    of them over rdma.
+    """
     device_name: Text | None = None
     """The RDMA devices, separated by commas; null: Mooncake chooses."""
     transports: Texts = ("mooncake",)

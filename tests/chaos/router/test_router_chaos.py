@@ -99,7 +99,6 @@ def test_a_report_is_one_line_for_people_and_json_for_others() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_short_chaos_run_of_a_router_is_clean(tmp_path: Path) -> None:
     words = [
         "--seed",
@@ -124,7 +123,7 @@ def test_a_short_chaos_run_of_a_router_is_clean(tmp_path: Path) -> None:
         "--json",
         str(tmp_path / "report.json"),
     ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     print(done.stderr)
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads((tmp_path / "report.json").read_text())

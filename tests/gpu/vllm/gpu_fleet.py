@@ -16,7 +16,6 @@ from tests.vllm.fleet import BY_MODULE_PATH, Fleet
 on_gpu = [
     pytest.mark.gpu,
     pytest.mark.slow,
-    pytest.mark.timeout(500),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
     pytest.mark.skipif(
         importlib.util.find_spec("vllm") is None, reason="this interpreter has no vLLM"

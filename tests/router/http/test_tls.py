@@ -47,7 +47,6 @@ def cert(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["openssl", "req", "-x509", "-days", "2", *key, *name],
         capture_output=True,
         check=True,
-        timeout=60,
     )
     path.write_bytes(path.read_bytes() + made.stdout)
     return path

@@ -37,6 +37,9 @@ DEFAULTS = {
     # Otherwise a descriptor fails that waits 1 s for a place in Mooncake's queue; on a busy machine
     # some do.
     "MC_TCP_ADMISSION_TIMEOUT_MS": "10000",
+    # Each descriptor is a round trip, and a connection carries one at a time. The default is 4, the
+    # maximum 16.
+    "MC_TCP_LANES_PER_PEER": "16",
     # Otherwise a call fails that takes longer than 30 s. `read_timeout` is the limit of a read.
     "MC_TRANSFER_TIMEOUT": "86400",
 }

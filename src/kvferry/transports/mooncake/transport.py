@@ -46,7 +46,9 @@ from kvferry.types import Address, PeerId, Region
 
 MAX_BATCH_BYTES = 8 * 1024 * 1024
 MAX_DESCRIPTORS = 1000
-"""Of all reads from one peer at a time. Mooncake refuses more than it has room for in its queue."""
+"""Of all calls for one peer at a time. Mooncake refuses more than it has room for in its queue, and
+a call must fit into the buffer of a lane's channel.
+"""
 POLL_INTERVAL_S = 0.001
 SERVING_INTERVAL_S = 1.0
 """How often an agent that serves peers is looked after."""
@@ -127,7 +129,6 @@ class MooncakeTransport:
         started = time.perf_counter()
         link = self._checked(peer, segments)
         descriptors = descriptors_between(segments, self._regions, link.regions)
-        # A call also fits into the buffer of a lane's channel.
         max_descriptors = max(1, MAX_DESCRIPTORS // self._max_calls_per_peer)
         parts = batches(descriptors, MAX_BATCH_BYTES, max_descriptors)
         return self._start(link, parts, started)
@@ -145,6 +146,12 @@ class MooncakeTransport:
 
     @property
     def _max_calls_per_peer(self) -> int:
+        """A peer never gets all lanes, so that a silent one does not block the others. A call waits
+        in a loop that uses a core; over tcp, one thread moves the bytes of all calls, and the loops
+        of several would take the cores from it.
+        """
+        if self._settings.protocol == "tcp":
+            return 1
         return max(1, self._settings.num_workers // 2)
 
     def grant_writes(self, grant_id: int, blocks: Sequence[Sequence[int]]) -> None:
@@ -218,9 +225,7 @@ class MooncakeTransport:
         return handle
 
     def _submit(self, agent: AgentProcess["_Call"]) -> None:
-        """Give idle lanes the next batches, one for each transfer in turn. A peer gets at most half
-        of the lanes, so that a silent one does not block the others.
-        """
+        """Give idle lanes the next batches, one for each transfer in turn."""
         limit = self._max_calls_per_peer
         for _ in range(len(self._transfers) * limit):
             if not agent.has_idle_lane:
