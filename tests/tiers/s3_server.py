@@ -11,6 +11,8 @@ from contextlib import closing, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import NamedTuple
 
+from tests.ports import reserve_port
+
 from kvferry.types import Address
 
 DEADLINE_S = 60.0
@@ -23,8 +25,7 @@ SIGNED = (
 @contextmanager
 def s3_server() -> Iterator[Address]:
     """Run moto's server and wait until it accepts connections."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = Address("127.0.0.1", free.getsockname()[1])
+    address = Address("127.0.0.1", reserve_port())
     command = [sys.executable, "-m", "moto.server", "-H", address.host, "-p", str(address.port)]
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL

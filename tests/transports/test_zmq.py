@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 import zmq
+from tests.ports import reserve_port
 
 from kvferry.errors import ConfigError, TransportError
 from kvferry.testing.control_conformance import gather
@@ -181,8 +182,8 @@ def test_a_message_of_several_parts_is_dropped_and_counted(
 
 
 def test_a_successor_waits_for_the_port_of_a_dying_predecessor() -> None:
-    first = opened()
-    port = port_of(first)
+    port = reserve_port()
+    first = ZmqTransport("127.0.0.1", "127.0.0.1", port, KEYS)
     dying = threading.Timer(0.3, first.close)
     dying.start()
     second = ZmqTransport("127.0.0.1", "127.0.0.1", port, KEYS)

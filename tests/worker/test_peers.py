@@ -123,10 +123,6 @@ def opened(port: int = 0) -> ZmqTransport:
     return ZmqTransport("127.0.0.1", "127.0.0.1", port, KEYS)
 
 
-def port_of(side: Side) -> int:
-    return int(side.side_channel.address.rpartition(":")[2])
-
-
 def num_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
@@ -263,10 +259,9 @@ def test_a_dead_producer_that_is_asked_for_again_and_again_leaves_no_file(
 def test_a_producer_restarted_at_its_address_is_used_at_once_fifty_times_and_leaves_no_file(
     peer_world: PeerWorld,
 ) -> None:
-    port = files = 0
+    port, files = reserve_port(), 0
     for incarnation in range(51):
         p = peer_world.producer("p", f"life {incarnation}", port)
-        port = port_of(p)
         peer_world.hand_over(p, f"r{incarnation}", incarnation % NUM_BLOCKS)
         peer_world.finish(f"r{incarnation}")
         assert (
@@ -286,8 +281,9 @@ def test_a_producer_restarted_at_its_address_is_used_at_once_fifty_times_and_lea
 def test_a_ticket_of_an_engine_that_was_replaced_fails_by_name_and_the_new_one_is_used(
     peer_world: PeerWorld,
 ) -> None:
-    old = peer_world.producer("old")
-    ticket, port = old.issue("a", [3]), port_of(old)
+    port = reserve_port()
+    old = peer_world.producer("old", port=port)
+    ticket = old.issue("a", [3])
     peer_world.end(old)
     new = peer_world.producer("new", port=port)
     peer_world.d.track("late", ticket)
