@@ -30,8 +30,10 @@ from kvferry.router.fleet.health import HealthOptions
 
 A = make_instance(0)
 QUICK: dict[str, Any] = {"answer": 0.6, "stall_s": 0.4, "probe_interval_s": 0.05}
-MANY = 30
-"""Far more legs than an engine that hangs gets before it is ejected."""
+MANY = 600
+"""Far more legs than an engine that hangs gets before it is ejected, also on a machine so busy that
+most probes come too late.
+"""
 
 
 def counting(engine: StubEngine, behaviour: Behaviour) -> Behaviour:
