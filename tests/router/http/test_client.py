@@ -1,6 +1,7 @@
 import asyncio
 import socket
 import struct
+import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -390,6 +391,54 @@ def test_leaving_before_the_end_closes_the_connection() -> None:
                 assert await answer.read_some(5)
             await closed.wait()
             assert await settles(lambda: made.num_connections == 0)
+
+    run(story())
+
+
+def test_a_request_that_was_not_sent_whole_never_will_be() -> None:
+    async def story() -> None:
+        heard, over = asyncio.Event(), asyncio.Event()
+
+        async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            heard.set()
+            with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+                await reader.readexactly(50_000_000)
+            over.set()
+
+        async with instance(talk) as target, upstreams() as made:
+            asking = asyncio.create_task(ask(made, target, body=b"x" * 50_000_000))
+            await heard.wait()
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+            await over.wait()
+
+    run(story())
+
+
+def test_an_answer_whose_end_and_deadline_come_in_one_turn_has_come() -> None:
+    """The event loop does not run until the rest of the answer and the deadline are both due, as on
+    an overloaded machine.
+    """
+
+    async def story() -> None:
+        sent = asyncio.Event()
+
+        async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await read_request(reader)
+            writer.write(OK[:-4])
+            await sent.wait()
+            writer.write(OK[-4:])
+            # The bytes are in the kernel's buffers; the blocked event loop has not read them.
+            time.sleep(0.5)
+            await reader.read()
+
+        async with instance(talk) as target, upstreams() as made:
+            with await ask(made, target) as answer:
+                reading = asyncio.create_task(answer.read(1000, 0.2))
+                await asyncio.sleep(0.05)
+                sent.set()
+                assert await reading == b"hello"
 
     run(story())
 

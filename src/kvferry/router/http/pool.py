@@ -25,8 +25,6 @@ from kvferry.router.http.messages import (
 from kvferry.router.http.parsing import BodyKind, ResponseHead
 from kvferry.router.http.relay import Relay
 from kvferry.router.http.upstream_connection import (
-    AbandonedConnections,
-    OnLateResponse,
     UpstreamConnection,
 )
 from kvferry.router.http.writer import ResponseWriter
@@ -53,14 +51,13 @@ class TargetPool:
     time.
     """
 
-    __slots__ = ("_idle", "host", "num_abandoned", "num_received", "target")
+    __slots__ = ("_idle", "host", "num_received", "target")
 
     def __init__(self, target: Target) -> None:
         self.target = target
         self.host = str(target.address)
         self.num_received = 0
         """How many times data has arrived from the target."""
-        self.num_abandoned = 0
         self._idle: list[UpstreamConnection] = []
 
     def take(self, now: float) -> UpstreamConnection | None:
@@ -289,7 +286,6 @@ class UpstreamResponse:
         if self._is_over:
             return
         self._is_over = True
-        self._connection.mark_complete()
         # Bytes after the body: the connection is out of step and cannot be reused.
         if self._has_extra_bytes or not self._head.keeps_alive:
             self._connection.abort()
@@ -306,8 +302,6 @@ request sent at that moment would be lost.
 """
 
 _MAX_POOLS = 4096
-_SETTLE_S = 1.0
-"""Time at close for abandoned requests to receive the answers in flight."""
 
 
 class UpstreamPool:
@@ -319,11 +313,10 @@ class UpstreamPool:
         self._deadline_timer = DeadlineTimer(self._loop)
         self._pools: dict[Target, TargetPool] = {}
         self._connections: set[UpstreamConnection] = set()
-        self._abandoned = AbandonedConnections()
 
     @property
     def num_connections(self) -> int:
-        """Number of connections: idle, busy and abandoned."""
+        """Number of connections, idle and busy."""
         return len(self._connections)
 
     async def send(
@@ -336,12 +329,8 @@ class UpstreamPool:
         *,
         connect_timeout_s: float,
         head_timeout_s: float,
-        on_late_response: OnLateResponse | None = None,
     ) -> UpstreamResponse:
         """Send a request and wait for the head of the response. Raises UpstreamError.
-
-        `on_late_response` gets a response that arrives completely although the caller abandoned
-        the request, here or later, for whatever reason.
 
         An instance may close a keep-alive connection at the moment of reuse. If a reused connection
         ends without a byte of an answer, the request is sent again over a new connection.
@@ -352,7 +341,7 @@ class UpstreamPool:
         connection = pool.take(self._loop.time())
         if connection is not None:
             try:
-                head = await connection.send_request(method, data, head_timeout_s, on_late_response)
+                head = await connection.send_request(method, data, head_timeout_s)
             except UpstreamDisconnected as error:
                 connection.abort()
                 if error.has_answered:
@@ -373,22 +362,16 @@ class UpstreamPool:
                 "it closed the connection before answering", has_answered=False
             ) from None
         try:
-            head = await connection.send_request(method, data, head_timeout_s, on_late_response)
+            head = await connection.send_request(method, data, head_timeout_s)
         except BaseException:
             connection.abort()
             raise
         return UpstreamResponse(connection, head, self, pool)
 
     async def close(self) -> None:
-        """Close all connections, busy ones too. Abandoned requests get a moment for answers in
-        flight.
-        """
+        """Close all connections, busy ones too."""
         for connection in list(self._connections):
             connection.abort()
-        await self._abandoned.wait_idle(_SETTLE_S)
-        for connection in list(self._connections):
-            connection.abort_transport()
-        await self._abandoned.wait_idle(_SETTLE_S)
         self._deadline_timer.close()
 
     def num_received(self, target: Target) -> int:
@@ -430,7 +413,7 @@ class UpstreamPool:
 
     async def _connect(self, pool: TargetPool, timeout_s: float) -> UpstreamConnection:
         target, address = pool.target, pool.target.address
-        connection = UpstreamConnection(self._loop, pool, self._forget, self._abandoned)
+        connection = UpstreamConnection(self._loop, pool, self._forget)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._loop.create_connection(

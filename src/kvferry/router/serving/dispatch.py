@@ -4,8 +4,8 @@ The legs run one after the other, or in parallel if P and D are both known to pu
 event loop. Until the client has received a byte, a failed leg is retried on another instance: a
 prefill changes nothing but P's held blocks, and the client has seen no token. When a client
 disconnects, the handler is cancelled and the running leg closes the connection to its instance;
-the engine then aborts the request. P's blocks are released unless D has taken the blocks over
-(`PrefilledBlocks`), also if P's answer was in flight at the time (`PrefillLeg`). See
+the engine then aborts the request. P's blocks are released unless D has taken the blocks over:
+after P's answer by its ticket (`PrefilledBlocks`), before by the id of the leg (`PrefillLeg`). See
 docs/decisions/035-router.md.
 """
 
@@ -202,9 +202,7 @@ class Dispatcher:
         failure: LegFailure | None = None
         while instance is not None:
             params = last_turn.params or None if last_turn is not None else None
-            result = await self.prefill.run(
-                context, instance, self.releases.release, last_turn=params
-            )
+            result = await self.prefill.run(context, instance, last_turn=params)
             if isinstance(result, HttpResponse):
                 return result
             if not isinstance(result, LegFailure):
@@ -331,7 +329,7 @@ class Dispatcher:
         """Run the prefill leg beside the decode leg; return P's error or failure, if any."""
         params = last_turn.params or None if last_turn is not None else None
         result = await self.prefill.run(
-            context, prefiller, parallel.held.receive, parallel.push_handover.push_ticket, params
+            context, prefiller, parallel.push_handover.push_ticket, params
         )
         if isinstance(result, HttpResponse):
             return result

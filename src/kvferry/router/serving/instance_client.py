@@ -27,7 +27,6 @@ from kvferry.router.http.messages import (
     UpstreamTimeout,
 )
 from kvferry.router.http.pool import Target, UpstreamPool, UpstreamResponse
-from kvferry.router.http.upstream_connection import OnLateResponse
 from kvferry.router.http.via import LOOP_DETECTED, via
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.options import RouterOptions
@@ -100,11 +99,7 @@ class InstanceClient:
         return TrackedLeg(self, self.fleet.begin(instance, time.monotonic(), hints), held)
 
     def post(
-        self,
-        context: RequestContext,
-        instance: Instance,
-        body: LegBody,
-        on_late_response: OnLateResponse | None = None,
+        self, context: RequestContext, instance: Instance, body: LegBody
     ) -> Coroutine[Any, Any, UpstreamResponse]:
         """Send one leg with the leg's path and headers."""
         timeouts = self.options.timeouts
@@ -116,7 +111,6 @@ class InstanceClient:
             body,
             connect_timeout_s=timeouts.connect,
             head_timeout_s=timeouts.answer,
-            on_late_response=on_late_response,
         )
 
     async def get(

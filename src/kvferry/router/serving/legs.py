@@ -1,11 +1,10 @@
 """The two legs of a request: P computes the prompt, D takes P's blocks and generates.
 
 Runs on the event loop. `PrefillLeg`: computing a prompt has one side effect. P holds the blocks,
-and only P's answer contains the ticket to release them. A failed prefill may be retried on another
-P. When the router abandons a prefill leg, for whatever reason, P aborts the request; if P's answer
-was already in flight, `on_late_handover` receives the ticket. P's front-end may also drop the
-answer of a prefill that has ended: so the router releases the leg by its id. `DecodeLeg`: D's bytes
-reach the client as they arrive. Another D may be tried until the client has received a byte; a
+and P's answer contains the ticket to release them. A failed prefill may be retried on another P.
+When the router abandons a prefill leg, for whatever reason, P aborts the request; the prefill may
+have ended already, so the router also releases the leg by its id. `DecodeLeg`: D's bytes reach the
+client as they arrive. Another D may be tried until the client has received a byte; a
 stream that starts with an error event counts as no answer.
 """
 
@@ -72,15 +71,13 @@ class PrefillLeg:
         self,
         context: RequestContext,
         instance: Instance,
-        on_late_handover: Callable[[Handover], None],
         push_ticket: str = "",
         last_turn: bytes | None = None,
     ) -> Handover | HttpResponse | LegFailure | None:
         """Run the prefill leg on `instance`.
 
         Returns P's blocks (None: P holds none), or P's 4xx response (except 404), which becomes the
-        client's response, or the failure. `on_late_handover` receives P's blocks if the leg was
-        abandoned while the answer was in flight.
+        client's response, or the failure.
         """
         context.mark(RequestEvent.PREFILL_BEGAN, instance)
         leg_id = _new_leg_id()
@@ -88,7 +85,7 @@ class PrefillLeg:
             push_ticket, last_turn, leg_id, extra=self._token_fields(context)
         )
         try:
-            result = await self._ask(context, instance, body, leg_id, on_late_handover)
+            result = await self._ask(context, instance, body, leg_id)
         except asyncio.CancelledError:
             self.release_leg(instance, leg_id)
             raise
@@ -113,21 +110,11 @@ class PrefillLeg:
         return is_allowed and context.may_begin_early
 
     async def _ask(
-        self,
-        context: RequestContext,
-        instance: Instance,
-        body: LegBody,
-        leg_id: str,
-        on_late_handover: Callable[[Handover], None],
+        self, context: RequestContext, instance: Instance, body: LegBody, leg_id: str
     ) -> Handover | HttpResponse | LegFailure | None:
-        def take_late(status: int, text: bytes) -> None:
-            handover = _late_handover(status, text)
-            if handover is not None:
-                on_late_handover(handover)
-
         with (
             self.instance_client.track_leg(instance, context.hints) as call,
-            await self.instance_client.post(context, instance, body, take_late) as answer,
+            await self.instance_client.post(context, instance, body) as answer,
         ):
             if answer.status == UNAVAILABLE:
                 return await self.instance_client.refusal(answer, instance, call)
@@ -162,15 +149,6 @@ class PrefillLeg:
 def _new_leg_id() -> str:
     """A random id that cannot be guessed: a sender who knows it can release the leg's blocks."""
     return os.urandom(16).hex()
-
-
-def _late_handover(status: int, text: bytes) -> Handover | None:
-    if status != 200:
-        return None
-    try:
-        return read_prefill_answer(text)
-    except RemoteProtocolError:
-        return None
 
 
 # -- why a leg failed --
