@@ -77,12 +77,13 @@ fmt: $(STAMP)  ## format, and fix what can be fixed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-check: $(CHECK_EXTRAS) $(STAMP)  ## format, lint, types, import arrows, docs
+check: $(CHECK_EXTRAS) $(STAMP)  ## format, lint, types, import arrows, docs, sizes
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/generate_docs.py --check
+	$(BIN)/python scripts/code_counts.py --check
 	$(BIN)/python -m pytest -q tests/test_docs.py
 
 test: $(TEST_NEEDS)  ## all tests, real vLLM's among them (its environment takes minutes, the first time)

@@ -1,8 +1,14 @@
 """Print how large the package is, how it is cut into files, and how its prose reads.
 
-    python scripts/code_counts.py          a table
-    python scripts/code_counts.py --json   one JSON object
+    python scripts/code_counts.py            the figures, and sizes beside their limits
+    python scripts/code_counts.py --json     the same as one JSON object
+    python scripts/code_counts.py --check    fail if something is larger than its limit
+    python scripts/code_counts.py --lower    lower the limits to what is there now
 
+The limits are in `code_limits.toml`: a change must not exceed `limit`, `budget` is where the tree
+shall arrive. Raise a limit by hand, with the reason in the commit.
+
+"Circles": groups of modules that import each other, imports for type checkers included.
 "One importer beside it": a module under 80 lines that exactly one other module imports, from the
 same folder. Such a module is usually a section of its importer. "Pronouns": the share of words in
 docstrings that point at something instead of naming it.
@@ -16,14 +22,21 @@ import re
 import statistics
 import sys
 import tokenize
+import tomllib
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[1] / "src" / "kvferry"
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "kvferry"
+LIMITS = Path(__file__).with_name("code_limits.toml")
+LONG_FILE_LINES = 500
+MANY_FILES = 14
 SHORT_MODULE_LINES = 80
 MANY_FIELDS = 12
+TOGETHER = {"sizing": "cli", "tracing": "web"}
+"""Folders that share a limit with another one."""
 PRONOUN = re.compile(
     r"it|its|they|them|those|these|that|who|whoever|somebody|nobody|one|ones|he|his|what|others?"
     r"|such"
@@ -53,14 +66,110 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description="Print the size, structure and prose of the package in figures."
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    figures = count(read_package(PACKAGE))
-    if parser.parse_args().json:
-        print(json.dumps(figures))
-    else:
-        for name, value in figures.items():
-            print(f"{name:<40} {value:>10,}")
+    add = parser.add_argument
+    add("--json", action="store_true", help="one JSON object instead of tables")
+    add("--check", action="store_true", help="fail if something is larger than its limit")
+    add("--lower", action="store_true", help="lower the limits to what is there now")
+    options = parser.parse_args()
+    modules = read_package(PACKAGE)
+    sizes, limits = measure(modules), tomllib.loads(LIMITS.read_text())
+    if options.lower:
+        LIMITS.write_text(lowered(LIMITS.read_text(), sizes))
+        return 0
+    if options.check:
+        return check(sizes, limits)
+    figures = count(modules)
+    if options.json:
+        print(json.dumps(figures | {"sizes": sizes}))
+        return 0
+    for name, value in figures.items():
+        print(f"{name:<40} {value:>10,}")
+    print(f"\n{'size':<40} {'now':>10} {'limit':>10} {'budget':>10}")
+    for name, size in sizes.items():
+        print(f"{name:<40} {size:>10,} {limits[name]['limit']:>10,} {limits[name]['budget']:>10,}")
     return 0
+
+
+def check(sizes: dict[str, int], limits: dict[str, dict[str, int]]) -> int:
+    """Print what is larger than its limit; 1 if something is."""
+    if sizes.keys() != limits.keys():
+        odd = ", ".join(sorted(sizes.keys() ^ limits.keys()))
+        print(f"{LIMITS.name} and the tree do not name the same things: {odd}")
+        return 1
+    larger = {name: size for name, size in sizes.items() if size > limits[name]["limit"]}
+    for name, size in larger.items():
+        print(
+            f"{name}: {size:,}, but the limit in {LIMITS.relative_to(ROOT)} is "
+            f"{limits[name]['limit']:,}; remove as much elsewhere, or raise the limit and give the "
+            "reason in the commit"
+        )
+    return 1 if larger else 0
+
+
+def lowered(text: str, sizes: dict[str, int]) -> str:
+    """The text of the limits, with every limit that is too high lowered."""
+    lines = []
+    name = ""
+    for line in text.splitlines():
+        if line.startswith("["):
+            name = line.strip("[]").strip('"')
+        key, _, value = line.partition(" = ")
+        if key == "limit":
+            line = f"limit = {min(int(value), sizes[name])}"
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def measure(modules: list[Module]) -> dict[str, int]:
+    """The sizes that have a limit: lines of Python by folder of the package and in all, lines of
+    tests, words of docs, and how many places break the rules for files and imports.
+    """
+    folders = Counter[str]()
+    for module in modules:
+        top = module.name.split(".")[1]
+        folder = TOGETHER.get(top, top) if (PACKAGE / top).is_dir() else "single modules"
+        folders[folder] += module.num_lines
+    decisions = ROOT / "docs" / "decisions"
+    pages = [path for path in (ROOT / "docs").rglob("*.md") if path.parent != decisions]
+    return {
+        "package": sum(folders.values()),
+        **dict(sorted(folders.items())),
+        "tests": sum(path.read_text().count("\n") for path in (ROOT / "tests").rglob("*.py")),
+        "words of pages": _num_words(pages),
+        "words of decisions": _num_words(decisions.glob("*.md")),
+        "files over 500 lines": sum(module.num_lines > LONG_FILE_LINES for module in modules),
+        "folders over 14 files": sum(
+            files > MANY_FILES for files in Counter(module.folder for module in modules).values()
+        ),
+        "circles": len(find_circles(modules)),
+    }
+
+
+def _num_words(paths: Iterable[Path]) -> int:
+    return sum(len(path.read_text().split()) for path in paths)
+
+
+def find_circles(modules: list[Module]) -> list[set[str]]:
+    """Groups of modules of which each can be reached from each by imports."""
+    imports: dict[str, set[str]] = {module.name: set() for module in modules}
+    for module in modules:
+        for importer in module.importers:
+            imports[importer].add(module.name)
+
+    def reach(start: str) -> set[str]:
+        seen, ahead = set[str](), [start]
+        while ahead:
+            for name in imports[ahead.pop()] - seen:
+                seen.add(name)
+                ahead.append(name)
+        return seen
+
+    reached = {name: reach(name) for name in imports}
+    circles: list[set[str]] = []
+    for name, ahead in reached.items():
+        if name in ahead and not any(name in circle for circle in circles):
+            circles.append({other for other in ahead if name in reached[other]})
+    return circles
 
 
 def read_package(root: Path) -> list[Module]:
