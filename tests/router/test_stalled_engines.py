@@ -13,15 +13,7 @@ import pytest
 import uvloop
 from aiohttp import web
 from tests.router.fleet_world import make_fleet, make_instance
-from tests.router.stubs import (
-    Behaviour,
-    Stage,
-    StubEngine,
-    completes,
-    hangs,
-    prefills,
-    stage,
-)
+from tests.router.stubs import Behaviour, Stage, StubEngine, completes, hangs, prefills, stage
 from tests.router.test_blame import states
 from tests.router.test_concurrent_legs import KEY, pushes
 
