@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.transports.copy.cuda import CudaAddressCopier, CudaTable, copy_by_torch
+from kvferry.transports.copy.cuda import CudaAddressCopier, copy_by_torch
+from kvferry.transports.copy.cuda_table import CudaTable
 from kvferry.transports.copy.gather import AddressCopies, CopyJob
 from kvferry.transports.copy.table import TABLE_ROWS, split_by_launch
 

@@ -3,12 +3,12 @@ from dataclasses import fields
 from types import NoneType
 
 import pytest
+from tests.router.stubs import RecordedReleases
 
 from kvferry.errors import ConfigError
 from kvferry.router.app import RouterApp
 from kvferry.router.config_file import read_config_file
 from kvferry.router.options import RouterOptions
-from kvferry.router.serving.side_channel import NullReleaser
 from kvferry.types import FailurePolicy
 
 WHOLE = """
@@ -157,6 +157,6 @@ def test_an_authority_that_cannot_be_loaded_is_found_at_the_start() -> None:
             '[access]\ninstance_ca_file = "/nowhere/ca.pem"', FILES.__getitem__
         )
         with pytest.raises(ConfigError, match=r"/nowhere/ca\.pem cannot be loaded"):
-            RouterApp(options, NullReleaser())
+            RouterApp(options, RecordedReleases())
 
     asyncio.run(scene())

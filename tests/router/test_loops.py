@@ -13,6 +13,7 @@ import uvloop
 from tests.ports import reserve_port
 from tests.router.stubs import (
     AS_ADMIN,
+    RecordedReleases,
     Stage,
     completes,
     prefills,
@@ -27,7 +28,6 @@ from kvferry.router.http.messages import Headers
 from kvferry.router.http.via import check_route
 from kvferry.router.options import RouterOptions
 from kvferry.router.server import run_router
-from kvferry.router.serving.side_channel import NullReleaser
 from kvferry.types import Address, FailurePolicy
 
 FEW = 12
@@ -231,7 +231,7 @@ def test_the_router_refuses_its_own_address_at_start_and_when_an_instance_is_add
     own = pair_instances(Role.DECODE, ["localhost"], [port])
     options = RouterOptions(decoders=own, host="127.0.0.1", port=port)
     with pytest.raises(ConfigError, match=r"would be this router, which listens on 127\.0\.0\.1"):
-        run_router(options, lambda: RouterApp(options, NullReleaser()), print)
+        run_router(options, lambda: RouterApp(options, RecordedReleases()), print)
 
     async def scene() -> None:
         async with stage(prefills, completes) as s:

@@ -16,7 +16,7 @@ from kvferry.protocol.messages import (
     encode,
 )
 from kvferry.router.serving.client_request import Handover
-from kvferry.router.serving.side_channel import NullReleaser, SideChannelSender
+from kvferry.router.serving.side_channel import SideChannelSender
 from kvferry.transports.base import ControlEvent, ControlTransport, Disconnected, Received, Route
 from kvferry.transports.zmq import CurveKeys, ZmqTransport
 from kvferry.types import Address
@@ -141,7 +141,6 @@ def test_without_a_ticket_or_an_address_there_is_nothing_to_send(params: Handove
     sender.release(params)
     sender.close()
     assert (control.sent, sender.dropped) == ([], 1)
-    NullReleaser().release(params)
 
 
 def test_a_transport_that_refuses_a_frame_does_not_stop_the_next() -> None:

@@ -13,14 +13,14 @@ from kvferry.router.server import run_router
 from kvferry.types import Address
 
 SCRIPT = """
+from tests.router.stubs import RecordedReleases
 from kvferry.router.app import RouterApp
 from kvferry.router.fleet.instances import Role, pair_instances
 from kvferry.router.options import RouterOptions
-from kvferry.router.serving.side_channel import NullReleaser
 from kvferry.router.server import run_router
 
 options = RouterOptions(pair_instances(Role.PREFILL, ["127.0.0.1"], [1]), pair_instances(Role.DECODE, ["127.0.0.1"], [2]), port=0)
-run_router(options, lambda: RouterApp(options, NullReleaser()), lambda address: print(address.port, flush=True))
+run_router(options, lambda: RouterApp(options, RecordedReleases()), lambda address: print(address.port, flush=True))
 """  # noqa: E501
 
 

@@ -18,11 +18,7 @@ import pytest
 from kvferry.errors import ConfigError, TransportError
 from kvferry.transports.base import Segments, TransportOffer
 from kvferry.transports.locality import ProcessIncarnation, host_identity, start_ticks
-from kvferry.transports.shm import (
-    SharedMemory,
-    SharedMemoryAllocator,
-    ShmTransport,
-)
+from kvferry.transports.shm import SharedMemory, ShmTransport
 from kvferry.types import EngineId, Epoch, MemoryKind, PeerId, Region
 
 PEER = PeerId(EngineId("far"), Epoch("1"), 0)
@@ -37,7 +33,7 @@ def region_of(memory: SharedMemory) -> Region:
 
 @contextlib.contextmanager
 def side() -> Iterator[tuple[ShmTransport, SharedMemory]]:
-    memory = SharedMemoryAllocator().allocate(SIZE)
+    memory = SharedMemory.allocate(SIZE)
     transport = ShmTransport(memory)
     assert transport.register([region_of(memory)])
     yield transport, memory

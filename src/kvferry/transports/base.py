@@ -2,7 +2,7 @@
 
 Engines, connectors and transfer workers see transports only through the protocols in this module:
 
-    CacheMemory, CacheAllocator   the memory that holds a worker's KV cache
+    CacheMemory                   the memory that holds a worker's KV cache
     DataTransport                 moves bytes between the caches of two transfer workers
     ControlTransport              carries small messages between transfer workers
     BlockStore                    rearranges and copies blocks of the local cache
@@ -29,7 +29,6 @@ __all__ = [
     "MAX_MESSAGE_BYTES",
     "BlockPermutation",
     "BlockStore",
-    "CacheAllocator",
     "CacheMemory",
     "Completion",
     "ControlEvent",
@@ -81,12 +80,6 @@ class CacheMemory(Protocol):
 
     def close(self) -> None:
         """Free the memory. Idempotent. No view of `buffer` may be used afterwards."""
-
-
-class CacheAllocator(Protocol):
-    """Allocates the memory of KV caches."""
-
-    def allocate(self, size_bytes: int) -> CacheMemory: ...
 
 
 # -- data transport --

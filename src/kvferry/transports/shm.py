@@ -16,7 +16,6 @@ import os
 import stat
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -120,14 +119,6 @@ class SharedMemory:
             self._view.release()
             pages.close()
         self._view = memoryview(b"")
-
-
-@dataclass(frozen=True, slots=True)
-class SharedMemoryAllocator:
-    """Implements `transports.base.CacheAllocator` with shared memory."""
-
-    def allocate(self, size_bytes: int) -> SharedMemory:
-        return SharedMemory.allocate(size_bytes)
 
 
 # -- shm transport --

@@ -13,8 +13,9 @@ from typing import Any
 import uvloop
 
 from kvferry.router.http.messages import ServerLimits, ServerRequest
-from kvferry.router.http.pool import Target, UpstreamPool, UpstreamResponse
+from kvferry.router.http.pool import UpstreamPool, UpstreamResponse
 from kvferry.router.http.server import Admit, Handler, HttpServer
+from kvferry.router.http.upstream_connection import Target
 from kvferry.router.http.writer import ResponseWriter
 from kvferry.types import Address
 

@@ -19,7 +19,8 @@ from kvferry.router.http.messages import (
     UpstreamError,
     UpstreamTimeout,
 )
-from kvferry.router.http.pool import Target, UpstreamPool
+from kvferry.router.http.pool import UpstreamPool
+from kvferry.router.http.upstream_connection import Target
 from kvferry.types import Address
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"

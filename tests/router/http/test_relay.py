@@ -29,7 +29,8 @@ from kvferry.router.http.messages import (
     UpstreamError,
     UpstreamTimeout,
 )
-from kvferry.router.http.pool import Target, UpstreamPool, UpstreamResponse
+from kvferry.router.http.pool import UpstreamPool, UpstreamResponse
+from kvferry.router.http.upstream_connection import Target
 from kvferry.router.http.writer import ResponseWriter
 
 EVENTS = [b"data: a\n\n", b"data: b\n\n", b"data: [DONE]\n\n"]

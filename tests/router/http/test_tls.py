@@ -23,7 +23,7 @@ from kvferry.router.http.messages import (
     ServerRequest,
     UpstreamError,
 )
-from kvferry.router.http.pool import Target
+from kvferry.router.http.upstream_connection import Target
 from kvferry.router.http.writer import ResponseWriter
 
 STREAM = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + chunked([b"a" * 100_000, b"b"])

@@ -7,7 +7,6 @@ grow old and are closed.
 import asyncio
 import ssl
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
@@ -24,60 +23,8 @@ from kvferry.router.http.messages import (
 )
 from kvferry.router.http.parsing import BodyKind, ResponseHead
 from kvferry.router.http.relay import Relay
-from kvferry.router.http.upstream_connection import (
-    UpstreamConnection,
-)
+from kvferry.router.http.upstream_connection import Target, TargetPool, UpstreamConnection
 from kvferry.router.http.writer import ResponseWriter
-from kvferry.types import Address
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Address of an instance. `tls`: settings to verify the instance's certificate."""
-
-    address: Address
-    tls: ssl.SSLContext | None = None
-    _hash: int = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.address, self.tls)))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-
-class TargetPool:
-    """The idle connections to one target. The deadline of an idle connection ends its keep-alive
-    time.
-    """
-
-    __slots__ = ("_idle", "host", "num_received", "target")
-
-    def __init__(self, target: Target) -> None:
-        self.target = target
-        self.host = str(target.address)
-        self.num_received = 0
-        """How many times data has arrived from the target."""
-        self._idle: list[UpstreamConnection] = []
-
-    def take(self, now: float) -> UpstreamConnection | None:
-        """Take the connection used last that is still usable; None if there is none."""
-        idle = self._idle
-        while idle:
-            connection = idle.pop()
-            if connection.deadline > now and connection.is_clean:
-                return connection
-            connection.abort()
-        return None
-
-    def put(self, connection: UpstreamConnection) -> None:
-        self._idle.append(connection)
-
-    def forget(self, connection: UpstreamConnection) -> None:
-        """Drop a lost connection, idle or not."""
-        if connection in self._idle:
-            self._idle.remove(connection)
-
 
 # -- response --
 # The head of the response has arrived; its body is read or relayed.

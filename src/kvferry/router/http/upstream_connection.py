@@ -1,17 +1,17 @@
-"""One connection to an instance. Belongs to one event loop."""
+"""One connection to an instance, and the idle ones to an address. Belongs to one event loop."""
 
 import asyncio
+import ssl
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from kvferry.router.http.deadlines import NEVER
 from kvferry.router.http.messages import InvalidResponse, UpstreamDisconnected, UpstreamTimeout
 from kvferry.router.http.parsing import ResponseHead, read_response_head
-
-if TYPE_CHECKING:
-    from kvferry.router.http.pool import TargetPool
+from kvferry.types import Address
 
 # -- connection --
 # One request at a time: send the request, receive the head, then the raw bytes of the body.
@@ -334,3 +334,54 @@ class UpstreamConnection(asyncio.Protocol):
         waiter = self._head_waiter if self._phase == _HEAD else self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_exception(error)
+
+
+# -- the idle connections --
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Address of an instance. `tls`: settings to verify the instance's certificate."""
+
+    address: Address
+    tls: ssl.SSLContext | None = None
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.address, self.tls)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+class TargetPool:
+    """The idle connections to one target. The deadline of an idle connection ends its keep-alive
+    time.
+    """
+
+    __slots__ = ("_idle", "host", "num_received", "target")
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.host = str(target.address)
+        self.num_received = 0
+        """How many times data has arrived from the target."""
+        self._idle: list[UpstreamConnection] = []
+
+    def take(self, now: float) -> UpstreamConnection | None:
+        """Take the connection used last that is still usable; None if there is none."""
+        idle = self._idle
+        while idle:
+            connection = idle.pop()
+            if connection.deadline > now and connection.is_clean:
+                return connection
+            connection.abort()
+        return None
+
+    def put(self, connection: UpstreamConnection) -> None:
+        self._idle.append(connection)
+
+    def forget(self, connection: UpstreamConnection) -> None:
+        """Drop a lost connection, idle or not."""
+        if connection in self._idle:
+            self._idle.remove(connection)

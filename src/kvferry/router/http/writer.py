@@ -8,14 +8,18 @@ import asyncio
 import socket
 import struct
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from kvferry.router.http.framing import Framing, chunk
 from kvferry.router.http.messages import response_head
 from kvferry.router.http.parsing import RequestHead
 
-if TYPE_CHECKING:
-    from kvferry.router.http.server import HttpServer
+
+class Server(Protocol):
+    """What the server of a connection tells its writer."""
+
+    loop: asyncio.AbstractEventLoop
+    is_draining: bool
 
 
 class BodySource(Protocol):
@@ -43,7 +47,7 @@ class ConnectionWriter:
         "transport",
     )
 
-    def __init__(self, server: "HttpServer") -> None:
+    def __init__(self, server: Server) -> None:
         self._server = server
         self._writable: asyncio.Future[None] | None = None
         self._corked: list[bytes] | None = None

@@ -26,7 +26,8 @@ from kvferry.router.http.messages import (
     UpstreamError,
     UpstreamTimeout,
 )
-from kvferry.router.http.pool import Target, UpstreamPool, UpstreamResponse
+from kvferry.router.http.pool import UpstreamPool, UpstreamResponse
+from kvferry.router.http.upstream_connection import Target
 from kvferry.router.http.via import LOOP_DETECTED, via
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.options import RouterOptions

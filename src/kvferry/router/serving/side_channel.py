@@ -69,16 +69,6 @@ class BlockReleaser(Protocol):
         """
 
 
-class NullReleaser:
-    """For clusters without a side channel: leases expire by themselves."""
-
-    def release(self, handover: Handover) -> None:
-        return None
-
-    def release_leg(self, side_channel: Address, leg_id: str) -> None:
-        return None
-
-
 class PrefilledBlocks:
     """P's blocks held for one request; released on exit unless D has taken the blocks over.
 

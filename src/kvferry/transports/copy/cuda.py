@@ -1,4 +1,4 @@
-"""Copies on a CUDA device: memory, tables of addresses, the copier, and the engine's stream.
+"""Copies on a CUDA device: memory, the copier, and the engine's stream.
 
 Imports torch with CUDA, so only code for device memory imports this module. One thread makes all
 calls of a copier, with the device's context current in that thread.
@@ -16,15 +16,13 @@ import torch
 
 from kvferry.errors import TransportError
 from kvferry.transports.base import StreamEvent
+from kvferry.transports.copy.cuda_table import CudaTable
 from kvferry.transports.copy.gather import AddressCopies, Timing
 from kvferry.transports.copy.native import spin_wait
-from kvferry.transports.copy.segments import Offsets
 from kvferry.transports.copy.table import (
-    TABLE_NUMBERS,
     TableLayout,
     flat_addresses,
     split_by_launch,
-    write_table,
 )
 from kvferry.transports.cuda_ipc import driver as cuda_driver
 
@@ -64,41 +62,6 @@ def enter_device(device: int) -> None:
 def device_bytes(device: int) -> int:
     """Return the total memory of a device, used and free."""
     return int(torch.cuda.get_device_properties(device).total_memory)
-
-
-# -- table of copies --
-# A table that a kernel reads: written in pinned memory, uploaded to the device, with an event that
-# completes when the table has been read.
-
-
-class CudaTable:
-    """A table of copies (`copy/table.py`) in pinned memory and on the device.
-
-    The user of a table records `event` after the copies; the table must not be written again before
-    the event is complete. The kernel reads a copy on the device: reading addresses over the bus
-    would take longer than copying the segments.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._pinned = torch.empty(TABLE_NUMBERS, dtype=torch.int64, pin_memory=True)
-        self._on_device = torch.empty(TABLE_NUMBERS, dtype=torch.int64, device=device)
-        self.numbers: Offsets = self._pinned.numpy()
-        self.addresses = self._on_device.data_ptr(), self._pinned.data_ptr()
-        """Addresses of the table on the device and in host memory."""
-        self.event = torch.cuda.Event()
-        self.event.record(torch.cuda.current_stream(device))  # torch creates it on first record
-        self.event_handle: int = self.event.cuda_event
-
-    def write(self, parts: Sequence[AddressCopies]) -> TableLayout:
-        return write_table(self.numbers, parts)
-
-    def upload(self, layout: TableLayout, stream: torch.cuda.Stream) -> torch.Tensor:
-        """Upload the table, for a kernel that is not started by `cuda_driver.start_kernel`."""
-        cuda_driver.upload(*self.addresses, 8 * layout.num_numbers, stream.cuda_stream)
-        return self._on_device
-
-    def is_complete(self) -> bool:
-        return bool(self.event.query())
 
 
 # -- copier --

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from kvferry.errors import TransportError
-from kvferry.transports.copy.cuda import CudaTable
+from kvferry.transports.copy.cuda_table import CudaTable
 from kvferry.transports.copy.gather import AddressCopies
 from kvferry.transports.copy.native import Kernel
 from kvferry.transports.copy.table import TableLayout
