@@ -202,7 +202,7 @@ def no_writers() -> PushWriter:
         engine_ttl_s=3600,
     )
     return PushWriter(
-        WriterSettings(engine=EngineId("p"), write_timeout_s=30, max_lease_s=120),
+        WriterSettings(engine=EngineId("p"), write_timeout_s=30, max_lease_ttl_s=120),
         PeerTable(settings, []),
         Outbox(),
     )

@@ -10,9 +10,11 @@ from kvferry.types import RequestId
 A, B = RequestId("a"), RequestId("b")
 
 
-@pytest.mark.parametrize(("lease_s", "interval_s"), [(30, 5), (60, 10), (6, 1), (13, 2), (3, 0.5)])
-def test_the_interval_is_a_sixth_of_the_lease(lease_s: float, interval_s: float) -> None:
-    assert heartbeat_interval_s(lease_s) == interval_s
+@pytest.mark.parametrize(
+    ("lease_ttl_s", "interval_s"), [(30, 5), (60, 10), (6, 1), (13, 2), (3, 0.5)]
+)
+def test_the_interval_is_a_sixth_of_the_lease(lease_ttl_s: float, interval_s: float) -> None:
+    assert heartbeat_interval_s(lease_ttl_s) == interval_s
 
 
 def test_one_beat_carries_all_leases_of_a_peer() -> None:

@@ -16,7 +16,7 @@ A, B = RequestId("a"), RequestId("b")
 
 
 def make_table() -> LeaseTable:
-    return LeaseTable(ttl_s=30, extension_s=20)
+    return LeaseTable(lease_ttl_s=30, extension_s=20)
 
 
 def test_a_renewed_lease_does_not_shield_a_stale_one() -> None:
@@ -329,7 +329,7 @@ TestLeaseMachine = LeaseMachine.TestCase
 
 
 def test_deadlines_of_ended_leases_are_not_kept_for_long() -> None:
-    leases = LeaseTable(ttl_s=600, extension_s=400)
+    leases = LeaseTable(lease_ttl_s=600, extension_s=400)
     for number in range(10_000):
         request = RequestId(str(number))
         leases.grant(request, serial=number + 1, now=number / 100)
@@ -341,7 +341,7 @@ def test_deadlines_of_ended_leases_are_not_kept_for_long() -> None:
 
 def test_expiry_costs_the_same_for_ten_leases_and_for_ten_thousand_while_none_is_due() -> None:
     def granted(count: int) -> LeaseTable:
-        leases = LeaseTable(ttl_s=30, extension_s=20)
+        leases = LeaseTable(lease_ttl_s=30, extension_s=20)
         for number in range(count):
             leases.grant(RequestId(str(number)), serial=number + 1, now=number / count)
         return leases

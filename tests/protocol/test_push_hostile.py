@@ -160,7 +160,7 @@ def test_readers_of_one_prefill_are_bounded_and_so_are_those_who_wait_again(
 def test_a_registration_without_heartbeats_is_forgotten_however_long_it_asked_for() -> None:
     producer = make_producer()
     producer.expect_prefill(A, "h1")
-    producer.receive(ROUTE, msgspec.structs.replace(registration(), lease_s=1e6), now=0)
+    producer.receive(ROUTE, msgspec.structs.replace(registration(), lease_ttl_s=1e6), now=0)
     producer.advance(now=push_desk.MAX_LEASES_WAITED * 30 - 1)
     assert producer.num_registrations == 1
     producer.advance(now=push_desk.MAX_LEASES_WAITED * 30)

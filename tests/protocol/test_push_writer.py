@@ -61,7 +61,7 @@ class Side:
     def __init__(self, group: int = 0) -> None:
         self.consumer: Consumer = make_consumer(group=group)
         self.writers = PushWriter(
-            WriterSettings(engine=EngineId("us"), write_timeout_s=20, max_lease_s=120),
+            WriterSettings(engine=EngineId("us"), write_timeout_s=20, max_lease_ttl_s=120),
             self.consumer.peers,
             Outbox(),
         )

@@ -2,6 +2,7 @@
 this version: as the consumer of a P, and as the producer of a D.
 """
 
+import base64
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -52,6 +53,20 @@ def layout_of(reply: bytes) -> dict[str, Any]:
     layout = msgspec.msgpack.decode(reply)["layout"]
     assert isinstance(layout, dict)
     return layout
+
+
+def ticket_fields(text: str) -> dict[str, Any]:
+    """Return the fields of a signed ticket, as its engine wrote them."""
+    fields = msgspec.msgpack.decode(base64.urlsafe_b64decode(text)[32:])
+    assert isinstance(fields, dict)
+    return fields
+
+
+def old_ticket_fields(text: str) -> dict[str, Any]:
+    """Return the fields of a recorded ticket, without the one that this version has not."""
+    fields = ticket_fields(text)
+    assert fields.pop("renewal_s") == 0
+    return fields
 
 
 def test_the_recording_is_of_the_version_before() -> None:
@@ -126,7 +141,9 @@ def network() -> MemoryNetwork:
 def test_an_old_d_pulls_from_this_p(network: MemoryNetwork) -> None:
     p = EngineSide("p", network, kv_lease_duration=600)
     params = p.prefill(EngineRequest("a", TOKENS), [5, 6, 7])
-    assert params == RECORDING[PULL]["params"]
+    recorded = RECORDING[PULL]["params"]
+    assert params | {"ticket": ""} == recorded | {"ticket": ""}
+    assert ticket_fields(params["ticket"]) == old_ticket_fields(recorded["ticket"])
     old = OldConsumer(PULL, network, params["remote_port"])
     with closing(old.transport):
         old.shake_hands(p)
@@ -150,7 +167,10 @@ def test_an_old_d_registers_with_this_p_and_reads_while_p_computes(network: Memo
         legs.registered()
         assert legs.ticket() == RECORDING[PUSH]["ticket"]
         legs.compute(legs.ticket())
-        assert old.receive(p) == frame(PUSH, PushOffer)
+        offers = [codec.decode(each) for each in (old.receive(p), frame(PUSH, PushOffer))]
+        ours, recorded = (each for each in offers if isinstance(each, PushOffer))
+        assert (ours.reader, ours.ready_tokens) == (recorded.reader, recorded.ready_tokens)
+        assert ticket_fields(ours.ticket) == old_ticket_fields(recorded.ticket)
         old.send(Attach)
         old.send(Confirm)
         assert old.receive(p) == frame(PUSH, Confirmed)

@@ -37,23 +37,14 @@ from kvferry.protocol.messages import (
     Ready,
     Refused,
 )
-from kvferry.protocol.tickets import Ticket
 from kvferry.types import RequestId
 
 READY = Ready("a", "d/r1/0")
 
 
-def kept_ticket() -> Ticket:
-    issued = ticket()
-    return Ticket(
-        **{name: getattr(issued, name) for name in issued.__struct_fields__}
-        | {"ttl_s": 480.0, "renewal_s": 30.0}
-    )
-
-
 def asking() -> Consumer:
     consumer = make_consumer()
-    consumer.track_optional(R1, kept_ticket(), "T1", now=0)
+    consumer.track_optional(R1, ticket(), "T1", now=0)
     assert sent(connect(consumer), Attach) == [Attach("T1", "d/r1/0", "memory", wants_ready=True)]
     assert consumer.take_events() == []
     return consumer
@@ -110,12 +101,12 @@ def test_a_keeper_that_does_not_answer_is_done_without() -> None:
 
 def test_one_that_cannot_be_reached_is_done_without_at_once_the_second_time() -> None:
     consumer = make_consumer()
-    consumer.track_optional(R1, kept_ticket(), "T1", now=0)
+    consumer.track_optional(R1, ticket(), "T1", now=0)
     consumer.advance(now=5)
     events = consumer.take_events()
     assert [type(event) for event in events] == [HandshakeFailed, ReservationRefused]
     consumer.settle(R1, now=5)
-    consumer.track_optional(R1, kept_ticket(), "T1", now=5)
+    consumer.track_optional(R1, ticket(), "T1", now=5)
     assert refused(consumer)
 
 

@@ -39,7 +39,7 @@ def make_ticket(**changes: object) -> Ticket:
         "block_size": 4,
         "block_runs": [[(3, 2), (9, 1)]],
         "tokens": fingerprint(range(10), 4, ""),
-        "ttl_s": 30.0,
+        "lease_ttl_s": 30.0,
     }
     return Ticket(**(fields | changes))  # type: ignore[arg-type]
 
@@ -120,8 +120,8 @@ def test_a_signed_ticket_of_another_version_or_shape_is_refused() -> None:
         {"host": ""},
         {"tp_size": 0},
         {"serial": 0},
-        {"ttl_s": 0.0},
-        {"ttl_s": float("nan")},
+        {"lease_ttl_s": 0.0},
+        {"lease_ttl_s": float("nan")},
         {"block_size": 0},
         {"block_runs": []},
         {"block_runs": [[(0, 0), (3, 3)]]},

@@ -437,24 +437,20 @@ class NixlConnectorScheduler:
         """Command the transfer workers to retain a finished turn's blocks, and return the
         parameters for the next turn.
         """
-        ttl_s = self._extra.decoder_kv_blocks_ttl
+        lease_ttl_s = self._extra.decoder_kv_blocks_ttl
         serial = self._issuer.next_serial()
+        copied = self._issuer.blocks_to_copy(blocks)
         self._commands.append(
-            RetainTurn(
-                RequestId(request.request_id), serial, ttl_s, self._issuer.blocks_to_copy(blocks)
-            )
+            RetainTurn(RequestId(request.request_id), serial, lease_ttl_s, copied)
         )
         ticket = self._issuer.ticket(request, serial, blocks, tokens)
-        ticket = msgspec.structs.replace(
-            ticket, ttl_s=ttl_s, renewal_s=self._extra.kv_lease_duration
-        )
         params = self._mode.ticket_params(ticket) | {
             "do_remote_prefill": False,
             "do_remote_decode": True,
-            "ttl_s": ttl_s,
+            "ttl_s": lease_ttl_s,
         }
         self._stats.count("retained_turns")
-        self._publish_turn(EndedTurn(turn_id, msgspec.json.encode(params).decode(), ttl_s))
+        self._publish_turn(EndedTurn(turn_id, msgspec.json.encode(params).decode(), lease_ttl_s))
         return params
 
     def _publish_turn(self, turn: EndedTurn) -> None:

@@ -105,7 +105,7 @@ class TicketIssuer:
     config: ConnectorConfig
     cache: KVCacheConfig
     key: TicketKey
-    ttl_s: float
+    lease_ttl_s: float
     """The duration of a lease that is granted to a peer at the end of a prefill leg."""
     epoch: Epoch | None = None
     """None until the side channel is open; another one after each sleep."""
@@ -150,7 +150,7 @@ class TicketIssuer:
             block_size=self.cache.block_size,
             block_runs=[runs_from_blocks(group) for group in blocks],
             tokens=tokens,
-            ttl_s=self.ttl_s,
+            lease_ttl_s=self.lease_ttl_s,
             weights=self.weights,
         )
 

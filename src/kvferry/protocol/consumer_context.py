@@ -157,7 +157,7 @@ class ProducerClient:
             decode_host=push_info.own_address.host,
             decode_port=push_info.own_address.port,
             decode_tp_size=own_tp_size,
-            lease_s=self._lease_ttl_s,
+            lease_ttl_s=self._lease_ttl_s,
             match_id=push_info.match_id,
             push_ticket=push_info.push_ticket,
             decode_epoch=self._epoch,
@@ -172,7 +172,7 @@ class ProducerClient:
         transfer.announced_at = now
         self._send_attach(transfer, peer)
         transfer.reader_status = ReaderStatus.ATTACHED
-        self._start_heartbeats(transfer, peer, transfer.ticket.lease_s, now)
+        self._start_heartbeats(transfer, peer, transfer.ticket.lease_ttl_s, now)
 
     def announce_read(self, transfer: Transfer, peer: Peer, ranks: list[int], now: float) -> None:
         """Announce a read to the producer, unless the last announcement is recent."""
@@ -298,10 +298,15 @@ class ProducerClient:
             push_info.push_ticket,
         )
 
-    def _start_heartbeats(self, transfer: Transfer, peer: Peer, lease_s: float, now: float) -> None:
+    def _start_heartbeats(
+        self, transfer: Transfer, peer: Peer, lease_ttl_s: float, now: float
+    ) -> None:
         for rank in peer.rank_mappings:
             self._heartbeats.track(
-                peer.peer_id(rank), RequestId(transfer.lease), heartbeat_interval_s(lease_s), now
+                peer.peer_id(rank),
+                RequestId(transfer.lease),
+                heartbeat_interval_s(lease_ttl_s),
+                now,
             )
 
     def _to_all_ranks(

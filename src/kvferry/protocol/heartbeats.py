@@ -75,9 +75,9 @@ READ_BEGINS = 0
 P = TypeVar("P", bound=Hashable)
 
 
-def heartbeat_interval_s(lease_s: float) -> float:
+def heartbeat_interval_s(lease_ttl_s: float) -> float:
     """Return a sixth of the lease time, rounded down to whole seconds if at least one second."""
-    return float(lease_s // 6) if lease_s >= 6 else lease_s / 6
+    return float(lease_ttl_s // 6) if lease_ttl_s >= 6 else lease_ttl_s / 6
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,7 @@ class LeaseTable:
     (docs/decisions/003-tickets-and-serials.md).
     """
 
-    ttl_s: float
+    lease_ttl_s: float
     extension_s: float
     _leases: dict[RequestId, _Lease] = field(default_factory=dict, init=False)
     _last_serial: int = field(default=0, init=False)
@@ -108,17 +108,17 @@ class LeaseTable:
         return self._readers_by_transport[transport]
 
     def grant(self, request: RequestId, serial: int, now: float) -> None:
-        """Grant a lease of `ttl_s` seconds on the blocks of a finished prefill."""
-        self._run_until(request, self._add(request, serial), now + self.ttl_s)
+        """Grant a lease of `lease_ttl_s` seconds on the blocks of a finished prefill."""
+        self._run_until(request, self._add(request, serial), now + self.lease_ttl_s)
 
-    def retain(self, request: RequestId, serial: int, now: float, ttl_s: float) -> None:
-        """Grant a lease of `ttl_s` seconds on a retained turn, which may never be read.
+    def retain(self, request: RequestId, serial: int, now: float, lease_ttl_s: float) -> None:
+        """Grant a lease of `lease_ttl_s` seconds on a retained turn, which may never be read.
 
         A renewal does not shorten the lease; `evict` does.
         """
         lease = self._add(request, serial)
         lease.unsettled = LeaseEnd.LAPSED
-        self._run_until(request, lease, now + ttl_s)
+        self._run_until(request, lease, now + lease_ttl_s)
 
     def evict(self, request: RequestId, now: float) -> None:
         """Stop retaining a turn because the owner needs the blocks.
@@ -131,9 +131,9 @@ class LeaseTable:
             return
         lease.settled = lease.settled or LeaseEnd.RELEASED
         self._possibly_ended[request] = None
-        if lease.deadline > now + self.ttl_s:
+        if lease.deadline > now + self.lease_ttl_s:
             # A dead reader must not hold the blocks for the long duration of a retained turn.
-            self._run_until(request, lease, now + self.ttl_s)
+            self._run_until(request, lease, now + self.lease_ttl_s)
 
     def _run_until(self, request: RequestId, lease: _Lease, until: float) -> None:
         lease.deadline = until
@@ -156,7 +156,7 @@ class LeaseTable:
             raise LocalProtocolError(f"{request} has no open lease")
         lease.is_open = False
         self._possibly_ended[request] = None
-        self._run_until(request, lease, now + self.ttl_s)
+        self._run_until(request, lease, now + self.lease_ttl_s)
 
     def _add(self, request: RequestId, serial: int) -> _Lease:
         if request in self._leases or serial <= self._last_serial:

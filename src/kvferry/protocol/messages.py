@@ -276,7 +276,9 @@ class PushRegistration(msgspec.Struct, frozen=True, tag="PUSH_REG"):
     decode_host: Name
     decode_port: int
     decode_tp_size: int
-    lease_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_REGISTRATION_S)]
+    lease_ttl_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_REGISTRATION_S)] = msgspec.field(
+        name="lease_s"
+    )
     """How long the producer keeps the registration without a heartbeat, in seconds."""
     match_id: Name = ""
     """Match id from the push ticket that both legs carry; empty if the legs carry none."""

@@ -156,13 +156,18 @@ class Producer:
         self._serve_pending_readers(request, serial, now)
 
     def retain(
-        self, request: RequestId, serial: int, now: float, ttl_s: float, blocks: BlockTables = ()
+        self,
+        request: RequestId,
+        serial: int,
+        now: float,
+        lease_ttl_s: float,
+        blocks: BlockTables = (),
     ) -> None:
         """Grant a lease on a retained turn, whose blocks the engine keeps for a possible reader.
 
-        The lease lasts `ttl_s`, or until the engine needs the blocks and calls `evict`.
+        The lease lasts `lease_ttl_s`, or until the engine needs the blocks and calls `evict`.
         """
-        self._leases.retain(request, serial, now, ttl_s)
+        self._leases.retain(request, serial, now, lease_ttl_s)
         if self._settings.uses_host_buffer:
             self._host_buffer_copies.grant(request, blocks)
         self._serve_pending_readers(request, serial, now)

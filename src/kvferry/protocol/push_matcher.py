@@ -138,7 +138,7 @@ class PushTombstones:
     would find the tombstone of the first attempt.
     """
 
-    tombstone_ttl_s: float
+    lease_ttl_s: float
     _over: MatchIndex[str] = field(default_factory=MatchIndex, init=False)
     _declined: MatchIndex[str] = field(default_factory=MatchIndex, init=False)
     _reasons: dict[str, str] = field(default_factory=dict, init=False)
@@ -180,7 +180,7 @@ class PushTombstones:
 
     def expire(self, now: float) -> None:
         for key in self._undated:
-            self._expiry.set(key, now + self.tombstone_ttl_s)
+            self._expiry.set(key, now + self.lease_ttl_s)
         self._undated.clear()
         for key in self._expiry.take_due(now):
             self._forget(key)
@@ -192,7 +192,7 @@ class PushTombstones:
         if now is None:
             self._undated[key] = None
         else:
-            self._expiry.set(key, now + self.tombstone_ttl_s)
+            self._expiry.set(key, now + self.lease_ttl_s)
         if len(match_index) > MAX_TOMBSTONES:
             self._forget(match_index.oldest)
 
@@ -261,7 +261,7 @@ class _Waiting:
     registration_key: RegistrationKey
     name: MatchKey
     route: Route
-    lease_s: float
+    lease_ttl_s: float
 
 
 @dataclass(slots=True)
@@ -280,7 +280,7 @@ class _Prefill:
 class PushMatcher:
     """Registrations and published prefills of this rank, matched as soon as both are present."""
 
-    tombstone_ttl_s: float
+    lease_ttl_s: float
     """How long a tombstone is kept; the caller passes its lease duration."""
     leg_wait_s: float = 30.0
     """How long a registration waits for its prefill leg to arrive at the engine."""
@@ -307,7 +307,7 @@ class PushMatcher:
     """
 
     def __post_init__(self) -> None:
-        self._tombstones = PushTombstones(self.tombstone_ttl_s)
+        self._tombstones = PushTombstones(self.lease_ttl_s)
 
     @property
     def num_waiting(self) -> int:
@@ -421,7 +421,7 @@ class PushMatcher:
             registration_key,
             name,
             route,
-            min(message.lease_s, MAX_LEASES_WAITED * self.tombstone_ttl_s),
+            min(message.lease_ttl_s, MAX_LEASES_WAITED * self.lease_ttl_s),
         )
         over = self._tombstones.end_reason(name)
         found = (
@@ -490,7 +490,7 @@ class PushMatcher:
             reader for reader in readers if reader in self._waiting or reader in self._offered_to
         }
         for reader in known & self._waiting.keys():
-            self._expiry.set(reader, now + self._waiting[reader].lease_s)
+            self._expiry.set(reader, now + self._waiting[reader].lease_ttl_s)
         return known
 
     # -- time --
@@ -502,7 +502,7 @@ class PushMatcher:
             self._refuse(
                 self._waiting[reader].route,
                 reader,
-                # A leg that ended more than `tombstone_ttl_s` before D registered is forgotten.
+                # A leg that ended more than `lease_ttl_s` before D registered is forgotten.
                 f"no prefill leg for this request arrived within {self.leg_wait_s:g} s, or its "
                 "blocks were freed long before the decode side registered",
             )
@@ -529,7 +529,7 @@ class PushMatcher:
         self._waiting[reader] = waiting
         self._readers.setdefault(waiting.registration_key, []).append(reader)
         self._waiting_index.add(waiting.registration_key, waiting.name)
-        self._expiry.set(reader, now + waiting.lease_s)
+        self._expiry.set(reader, now + waiting.lease_ttl_s)
 
     def _offer(self, request: RequestId, registration_key: RegistrationKey) -> None:
         self._ready.drop(request)

@@ -83,7 +83,7 @@ class _Writing:
     incarnation: EngineIncarnation
     lease: WriteGrantInfo
     """The write grant from the registration."""
-    lease_s: float
+    lease_ttl_s: float
     """How long the grant lasts without a heartbeat."""
     sibling_ranks: tuple[str, ...]
     progress: _Progress | None = None
@@ -157,7 +157,7 @@ class WriterSettings:
     engine: EngineId
     write_timeout_s: float
     """Maximum duration of one write."""
-    max_lease_s: float
+    max_lease_ttl_s: float
     """Upper limit of the time that a write grant lasts without a heartbeat."""
     can_write: bool = True
     """False if our transports see a host buffer, which is filled for readers only."""
@@ -221,12 +221,12 @@ class PushWriter:
             for rank in rank_mapping.consumer_ranks
         )
         sibling_ranks = tuple(name for name in names if name != message.reader)
-        lease_s = min(message.lease_s, self.settings.max_lease_s)
+        lease_ttl_s = min(message.lease_ttl_s, self.settings.max_lease_ttl_s)
         self._writings[message.reader] = _Writing(
-            message.reader, route, incarnation, lease, lease_s, sibling_ranks
+            message.reader, route, incarnation, lease, lease_ttl_s, sibling_ranks
         )
         self._by_incarnation.setdefault(incarnation, set()).add(message.reader)
-        self._renewals.set(message.reader, now + lease_s)
+        self._renewals.set(message.reader, now + lease_ttl_s)
         peer = self.peers.ensure(
             incarnation,
             Address(message.decode_host, message.decode_port),
@@ -277,7 +277,7 @@ class PushWriter:
         """Renew the grants of readers; returns the requests being written for the readers."""
         known = [self._writings[reader] for reader in readers if reader in self._writings]
         for writing in known:
-            self._renewals.set(writing.reader, now + writing.lease_s)
+            self._renewals.set(writing.reader, now + writing.lease_ttl_s)
         return [writing.progress.request for writing in known if writing.progress is not None]
 
     def revoke(self, route: Route, message: Revoke) -> None:

@@ -54,11 +54,9 @@ class Ticket(msgspec.Struct, frozen=True):
     order. If the first block is `HOLE`, the range stands for `count` missing blocks.
     """
     tokens: Fingerprint
-    ttl_s: float
-    """How long the producer holds the blocks if no reader attaches, in seconds."""
+    lease_ttl_s: float = msgspec.field(name="ttl_s")
+    """A reader must renew the lease within this many seconds."""
     version: int = TICKET_VERSION
-    renewal_s: float = 0.0
-    """A reader must renew the lease within this many seconds; 0: within `ttl_s`."""
     weights: str = ""
     """The version of the weights that computed the KV; empty for those of the engine's start."""
 
@@ -77,11 +75,6 @@ class Ticket(msgspec.Struct, frozen=True):
     @property
     def lease(self) -> RequestId:
         return RequestId(self.request)
-
-    @property
-    def lease_s(self) -> float:
-        """The lease time from which the heartbeat interval is derived."""
-        return self.renewal_s or self.ttl_s
 
     @property
     def num_tokens(self) -> int:
@@ -196,8 +189,7 @@ def _check_ranges(ticket: Ticket) -> None:
         and max(len(ticket.engine), len(ticket.epoch), len(ticket.request)) <= MAX_TICKET_NAME_CHARS
         and len(ticket.weights) <= MAX_TICKET_NAME_CHARS
         and ticket.serial > 0
-        and 0 < ticket.ttl_s < 1e9
-        and 0 <= ticket.renewal_s < 1e9
+        and 0 < ticket.lease_ttl_s < 1e9
         and all(count > 0 for count in counts)
         and all(first == HOLE or 0 <= first < MAX_BLOCK_ID for first in firsts)
         and sum(counts) <= MAX_BLOCKS

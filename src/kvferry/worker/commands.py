@@ -112,12 +112,12 @@ class GrantLease:
 class RetainTurn:
     """As `GrantLease`, but the blocks are retained for a possible next turn.
 
-    The lease lasts `ttl_s` seconds, or until the engine evicts the turn.
+    The lease lasts `lease_ttl_s` seconds, or until the engine evicts the turn.
     """
 
     request: RequestId
     serial: int
-    ttl_s: float
+    lease_ttl_s: float
     blocks: tuple[tuple[int, ...], ...] = ()
 
 

@@ -53,7 +53,7 @@ class EndedTurn:
     turn_id: str
     params: str = ""
     """KV transfer parameters of the turn, as JSON; empty if nothing is retained."""
-    ttl_s: float = 0.0
+    lease_ttl_s: float = 0.0
 
 
 class SideChannel:
@@ -211,7 +211,7 @@ class SideChannel:
     def _store_published_turns(self) -> None:
         while self._published_turns:
             turn = self._published_turns.popleft()
-            self._turns.add(turn.turn_id, turn.params, time.monotonic() + turn.ttl_s)
+            self._turns.add(turn.turn_id, turn.params, time.monotonic() + turn.lease_ttl_s)
             for route, nonce in self._questions.take(turn.turn_id):
                 self._reply(route, nonce, turn.turn_id, turn.params)
 

@@ -304,8 +304,8 @@ class TransferWorker:
         match command:
             case GrantLease(request, serial, blocks):
                 self._producer.grant(request, serial, now, blocks)
-            case RetainTurn(request, serial, ttl_s, blocks):
-                self._producer.retain(request, serial, now, ttl_s, blocks)
+            case RetainTurn(request, serial, lease_ttl_s, blocks):
+                self._producer.retain(request, serial, now, lease_ttl_s, blocks)
             case EvictTurn(request):
                 self._producer.evict(request, now)
             case ExpectPrefill(request, match_id):
@@ -509,7 +509,7 @@ def _writers(settings: TransferWorkerSettings, consumer: Consumer, outbox: Outbo
     ours = WriterSettings(
         engine=producer.engine,
         write_timeout_s=settings.consumer.read_timeout_s,
-        max_lease_s=MAX_LEASES_WAITED * producer.lease_ttl_s,
+        max_lease_ttl_s=MAX_LEASES_WAITED * producer.lease_ttl_s,
         can_write=not producer.uses_host_buffer,
     )
     writers = PushWriter(ours, consumer.peers, outbox)
