@@ -34,7 +34,7 @@ from kvferry.config import (
 from kvferry.config.fields import described
 from kvferry.connectors import example
 from kvferry.connectors.offloading.metadata import LOOKUP_COUNTERS, TIER_COUNTERS, TIER_LEVELS
-from kvferry.protocol.transfer import IGNORED, TRANSITIONS
+from kvferry.protocol.consumer.states import IGNORED, TRANSITIONS
 from kvferry.router.fleet.health import HealthOptions
 from kvferry.router.fleet.services import DiscoveryOptions
 from kvferry.router.options import (

@@ -16,9 +16,8 @@ from kvferry.connectors.worker import transfer_worker_settings
 from kvferry.events import LeaseEnded, TransferAbandoned, TransferFailed
 from kvferry.protocol import messages as codec
 from kvferry.protocol.actions import ClosePeer, Send, StopRead
-from kvferry.protocol.consumer import Consumer
+from kvferry.protocol.consumer.consumer import Consumer
 from kvferry.protocol.fingerprints import fingerprint
-from kvferry.protocol.layout import Geometry
 from kvferry.protocol.messages import (
     WIRE_VERSION,
     Attach,
@@ -34,7 +33,8 @@ from kvferry.protocol.messages import (
     Refused,
     RegionInfo,
 )
-from kvferry.protocol.producer import Producer
+from kvferry.protocol.planning.geometry import Geometry
+from kvferry.protocol.producer.producer import Producer
 from kvferry.protocol.tickets import PushTicket, PushTicketKey, Ticket, TicketKey
 from kvferry.testing.local import LocalTransportKit
 from kvferry.types import EngineId, Epoch, KVLayout, LeaseEnd, PeerId, Region, RequestId, Route

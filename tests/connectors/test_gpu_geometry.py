@@ -16,8 +16,8 @@ from tests.connectors.test_factory import connector_config
 from kvferry.connectors.contract import KVCacheConfig, KVCacheGroup, KVTensor, ParallelConfig
 from kvferry.connectors.geometry import geometry_of
 from kvferry.errors import ConfigError
-from kvferry.protocol.layout import Geometry, check_geometry
-from kvferry.protocol.planning import plan_permutations, plan_read
+from kvferry.protocol.planning.geometry import Geometry, check_geometry
+from kvferry.protocol.planning.plan import plan_permutations, plan_read
 from kvferry.types import AxisKind, MemoryKind
 
 LAYERS, GPU = 3, 2

@@ -16,7 +16,7 @@ from kvferry.connectors.contract import (
 )
 from kvferry.connectors.geometry import geometry_of, host_buffer_bytes, host_buffer_regions
 from kvferry.errors import ConfigError, IncompatiblePeer
-from kvferry.protocol.layout import Geometry, check_geometry
+from kvferry.protocol.planning.geometry import Geometry, check_geometry
 from kvferry.protocol.tickets import HOLE
 
 NUM_BLOCKS, BLOCK, PAGE = 4, 16, 512

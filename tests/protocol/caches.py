@@ -9,11 +9,13 @@ import numpy.typing as npt
 
 from kvferry.events import LeaseEnded
 from kvferry.protocol.actions import Action, CopyToHostBuffer, Reply
-from kvferry.protocol.layout import Geometry, dense_axes, heads_of, rank_mappings
 from kvferry.protocol.outbox import Outbox
 from kvferry.protocol.peers import PeerSettings, PeerTable
-from kvferry.protocol.planning import BlockPermutation, plan_permutations, plan_read
-from kvferry.protocol.push_writer import PushWriter, WriterSettings
+from kvferry.protocol.planning.axes import dense_axes
+from kvferry.protocol.planning.geometry import Geometry
+from kvferry.protocol.planning.heads import heads_of, rank_mappings
+from kvferry.protocol.planning.plan import BlockPermutation, plan_permutations, plan_read
+from kvferry.protocol.producer.push_writer import PushWriter, WriterSettings
 from kvferry.protocol.tickets import HOLE
 from kvferry.types import AxisKind, EngineId, KVLayout, MemoryKind, Region
 

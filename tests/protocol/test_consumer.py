@@ -27,11 +27,10 @@ from kvferry.protocol.actions import (
     StartRead,
     StopRead,
 )
-from kvferry.protocol.consumer import Consumer
-from kvferry.protocol.consumer_context import ConsumerSettings
+from kvferry.protocol.consumer.consumer import Consumer
+from kvferry.protocol.consumer.context import ConsumerSettings
 from kvferry.protocol.fingerprints import fingerprint
 from kvferry.protocol.heartbeats import READ_BEGINS
-from kvferry.protocol.layout import Geometry
 from kvferry.protocol.messages import (
     WIRE_VERSION,
     Attach,
@@ -49,6 +48,7 @@ from kvferry.protocol.messages import (
     RegionInfo,
 )
 from kvferry.protocol.peers import PeerSettings
+from kvferry.protocol.planning.geometry import Geometry
 from kvferry.protocol.tickets import Ticket
 from kvferry.types import EngineId, Epoch, KVLayout, PeerId, Region, RequestId
 

@@ -22,9 +22,8 @@ from tests.protocol.test_consumer import (
 
 from kvferry.events import TransferFailed, TransferFinished
 from kvferry.protocol.actions import PlaceBlocks, StartRead
-from kvferry.protocol.consumer import Consumer
-from kvferry.protocol.consumer_context import ConsumerSettings
-from kvferry.protocol.layout import Geometry
+from kvferry.protocol.consumer.consumer import Consumer
+from kvferry.protocol.consumer.context import ConsumerSettings
 from kvferry.protocol.messages import (
     Attach,
     Confirmed,
@@ -38,6 +37,7 @@ from kvferry.protocol.messages import (
     RegionInfo,
 )
 from kvferry.protocol.peers import PeerSettings
+from kvferry.protocol.planning.geometry import Geometry
 from kvferry.protocol.tickets import HOLE
 from kvferry.types import EngineId, KVLayout, Region, RequestId
 

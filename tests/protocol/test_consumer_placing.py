@@ -23,11 +23,11 @@ from tests.protocol.test_consumer import (
 
 from kvferry.errors import LocalProtocolError, RemoteProtocolError
 from kvferry.events import HandshakeFailed, TransferAbandoned, TransferFailed, TransferFinished
-from kvferry.protocol import receiving
 from kvferry.protocol.actions import PlaceBlocks
-from kvferry.protocol.consumer import Consumer
+from kvferry.protocol.consumer import receiving
+from kvferry.protocol.consumer.consumer import Consumer
 from kvferry.protocol.messages import Attach, Confirmed, Detach, Heartbeat, HeartbeatReply, Refused
-from kvferry.protocol.planning import BlockPermutation
+from kvferry.protocol.planning.plan import BlockPermutation
 from kvferry.types import RequestId
 
 PLACEMENT = BlockPermutation(0, 64, np.array([5 * 64, 6 * 64]), 8, (4, 2), (8, 32), (16, 8))

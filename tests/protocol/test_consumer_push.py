@@ -23,7 +23,8 @@ from tests.protocol.test_consumer import (
 from kvferry.events import PrefillCompleted, TransferAbandoned, TransferFailed, TransferFinished
 from kvferry.protocol import messages as codec
 from kvferry.protocol.actions import Action, StartRead, StopRead
-from kvferry.protocol.consumer import Consumer
+from kvferry.protocol.consumer.consumer import Consumer
+from kvferry.protocol.consumer.transfer import PushInfo
 from kvferry.protocol.fingerprints import Fingerprint, fingerprint
 from kvferry.protocol.messages import (
     Attach,
@@ -40,7 +41,6 @@ from kvferry.protocol.messages import (
 )
 from kvferry.protocol.peers import UNKNOWN_EPOCH
 from kvferry.protocol.tickets import Ticket
-from kvferry.protocol.transfer import PushInfo
 from kvferry.types import Address, EngineIncarnation, RequestId
 
 READER = "d/r1/0"

@@ -8,10 +8,9 @@ from tests.protocol.test_consumer import CONTROL, FACTORS, R1, R2, SIDE, failure
 
 from kvferry.events import HandshakeFailed, TransferAbandoned, TransferFailed, TransferFinished
 from kvferry.protocol.actions import Action, ClosePeer, OpenPeer, Send, StartRead, StopRead
-from kvferry.protocol.consumer import Consumer
-from kvferry.protocol.consumer_context import ConsumerSettings
+from kvferry.protocol.consumer.consumer import Consumer
+from kvferry.protocol.consumer.context import ConsumerSettings
 from kvferry.protocol.fingerprints import fingerprint
-from kvferry.protocol.layout import Geometry, dense_axes, region_info
 from kvferry.protocol.messages import (
     Attach,
     Confirm,
@@ -26,6 +25,8 @@ from kvferry.protocol.messages import (
     Refused,
 )
 from kvferry.protocol.peers import PeerSettings
+from kvferry.protocol.planning.axes import dense_axes
+from kvferry.protocol.planning.geometry import Geometry, region_info
 from kvferry.protocol.tickets import Ticket
 from kvferry.types import Axis, AxisKind, EngineId, Epoch, KVLayout, PeerId, Region, RequestId
 

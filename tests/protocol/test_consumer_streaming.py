@@ -19,7 +19,7 @@ from tests.protocol.test_consumer_push import READER, expect, registered
 
 from kvferry.events import PrefillCompleted, TransferAbandoned, TransferFinished
 from kvferry.protocol.actions import StartRead, StopRead
-from kvferry.protocol.consumer import Consumer
+from kvferry.protocol.consumer.consumer import Consumer
 from kvferry.protocol.fingerprints import fingerprint
 from kvferry.protocol.messages import (
     Attach,

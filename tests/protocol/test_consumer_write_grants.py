@@ -25,7 +25,9 @@ from kvferry.errors import RemoteProtocolError
 from kvferry.events import PrefillCompleted, TransferAbandoned, TransferFailed, TransferFinished
 from kvferry.protocol import messages as codec
 from kvferry.protocol.actions import GrantWrites, RevokeWrites, StartRead
-from kvferry.protocol.consumer import Consumer
+from kvferry.protocol.consumer.consumer import Consumer
+from kvferry.protocol.consumer.transfer import PushInfo
+from kvferry.protocol.consumer.write_grants import MAX_GRANTED_BLOCKS
 from kvferry.protocol.fingerprints import fingerprint
 from kvferry.protocol.messages import (
     HandshakeRequest,
@@ -40,9 +42,7 @@ from kvferry.protocol.messages import (
     WriteGrantInfo,
     Written,
 )
-from kvferry.protocol.planning import BlockPermutation
-from kvferry.protocol.receiving import MAX_GRANTED_BLOCKS
-from kvferry.protocol.transfer import PushInfo
+from kvferry.protocol.planning.plan import BlockPermutation
 from kvferry.types import Address, EngineIncarnation
 
 LEASE_S = 30
@@ -178,7 +178,7 @@ def test_a_producer_that_gives_back_what_it_was_not_asked_for_has_not_written_it
 def test_a_request_whose_blocks_fill_more_than_a_message_reads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvferry.protocol.receiving.MAX_GRANTED_BLOCKS", 1)
+    monkeypatch.setattr("kvferry.protocol.consumer.write_grants.MAX_GRANTED_BLOCKS", 1)
     consumer = lender()
     assert of(consumer.take_actions(), GrantWrites) == []
 
@@ -336,7 +336,7 @@ def test_blocks_whose_order_cannot_be_planned_are_not_lent(
     def disagree(*_: object) -> list[BlockPermutation]:
         raise RemoteProtocolError("the ranks disagree")
 
-    monkeypatch.setattr("kvferry.protocol.receiving.plan_permutations", disagree)
+    monkeypatch.setattr("kvferry.protocol.consumer.write_grants.plan_permutations", disagree)
     consumer = lender()
     assert failures(consumer) == ["the ranks disagree"]
     assert of(consumer.take_actions(), GrantWrites) == []

@@ -5,7 +5,7 @@ that all other copies run concurrently.
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.protocol.host_buffers import HostCopyQueue
+from kvferry.protocol.producer.host_buffers import HostCopyQueue
 
 
 def test_of_two_that_share_a_block_the_later_begins_when_the_earlier_has_ended() -> None:

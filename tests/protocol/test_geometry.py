@@ -8,8 +8,13 @@ import pytest
 from tests.protocol.caches import Cache, Form, Model
 
 from kvferry.errors import IncompatiblePeer, RemoteProtocolError
-from kvferry.protocol.layout import Geometry, check_geometry, geometry_from_layout, region_info
 from kvferry.protocol.messages import RankLayout, RegionInfo
+from kvferry.protocol.planning.geometry import (
+    Geometry,
+    check_geometry,
+    geometry_from_layout,
+    region_info,
+)
 from kvferry.types import AxisKind, KVLayout, MemoryKind
 
 

@@ -9,7 +9,7 @@ from tests.operations import count_instructions
 
 from kvferry.errors import LocalProtocolError
 from kvferry.events import LeaseEnded
-from kvferry.protocol.leases import MAX_READERS, LeaseTable, TicketStatus
+from kvferry.protocol.producer.leases import MAX_READERS, LeaseTable, TicketStatus
 from kvferry.types import LeaseEnd, RequestId
 
 A, B = RequestId("a"), RequestId("b")

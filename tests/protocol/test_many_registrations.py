@@ -13,6 +13,7 @@ from tests.protocol.test_consumer_push import OWN
 from tests.sampling import exhaustive
 
 from kvferry.protocol.actions import StartRead
+from kvferry.protocol.consumer.transfer import PushInfo
 from kvferry.protocol.fingerprints import fingerprint
 from kvferry.protocol.messages import (
     Attach,
@@ -22,10 +23,9 @@ from kvferry.protocol.messages import (
     HeartbeatReply,
     PushRegistration,
 )
-from kvferry.protocol.producer import Producer
-from kvferry.protocol.push import ProducerSettings
+from kvferry.protocol.producer.producer import Producer
+from kvferry.protocol.producer.push import ProducerSettings
 from kvferry.protocol.tickets import PushTicket, PushTicketKey, Ticket, TicketKey
-from kvferry.protocol.transfer import PushInfo
 from kvferry.types import Address, EngineId, EngineIncarnation, Epoch, PeerId, RequestId, Route
 
 many = pytest.mark.parametrize("count", [10_000, pytest.param(100_000, marks=exhaustive)])

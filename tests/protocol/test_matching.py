@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.protocol.push_matcher import MatchIndex, MatchKey
+from kvferry.protocol.producer.matching import MatchIndex, MatchKey
 
 
 def shelf_of(**names: MatchKey) -> MatchIndex[str]:

@@ -6,7 +6,6 @@ import msgspec
 
 from kvferry.protocol import messages as codec
 from kvferry.protocol.actions import Action, ClosePeer, OpenPeer, Send
-from kvferry.protocol.layout import Geometry
 from kvferry.protocol.messages import (
     WIRE_VERSION,
     HandshakeRefused,
@@ -17,6 +16,7 @@ from kvferry.protocol.messages import (
     RegionInfo,
 )
 from kvferry.protocol.peers import Peer, PeerSettings, PeerTable
+from kvferry.protocol.planning.geometry import Geometry
 from kvferry.types import Address, EngineId, EngineIncarnation, Epoch, KVLayout, PeerId, Region
 
 TTL_S = 100.0

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from tests.protocol.caches import Bytes, Cache, Form, Model, put_in_order, read
 
 from kvferry.errors import RemoteProtocolError
-from kvferry.protocol.layout import SMALL_SEGMENT_BYTES, can_divide, check_geometry
-from kvferry.protocol.planning import BlockPermutation, plan_permutations, plan_read
+from kvferry.protocol.planning.axes import SMALL_SEGMENT_BYTES
+from kvferry.protocol.planning.geometry import check_geometry
+from kvferry.protocol.planning.heads import can_divide
+from kvferry.protocol.planning.plan import BlockPermutation, plan_permutations, plan_read
 from kvferry.protocol.tickets import HOLE
 from kvferry.types import KVLayout, MemoryKind
 

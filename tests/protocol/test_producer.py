@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.protocol.caches import no_writers, take_ended, take_replies
 
-from kvferry.protocol import producer as producer_module
 from kvferry.protocol.actions import Reply
 from kvferry.protocol.fingerprints import fingerprint
 from kvferry.protocol.heartbeats import READ_BEGINS
@@ -20,8 +19,9 @@ from kvferry.protocol.messages import (
     HeartbeatReply,
     Refused,
 )
-from kvferry.protocol.producer import Producer
-from kvferry.protocol.push import ProducerSettings
+from kvferry.protocol.producer import producer as producer_module
+from kvferry.protocol.producer.producer import Producer
+from kvferry.protocol.producer.push import ProducerSettings
 from kvferry.protocol.tickets import PushTicketKey, Ticket, TicketKey
 from kvferry.types import EngineId, Epoch, LeaseEnd, RequestId, Route
 
@@ -246,7 +246,7 @@ def test_messages_for_an_earlier_life_change_nothing() -> None:
 
 def test_waiting_claims_and_readers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(producer_module, "MAX_PENDING_TICKETS", 1)
-    monkeypatch.setattr("kvferry.protocol.leases.MAX_READERS", 1)
+    monkeypatch.setattr("kvferry.protocol.producer.leases.MAX_READERS", 1)
     producer = make_producer()
     producer.receive(D, Attach(ticket("a", 1), "d/1"), now=0)
     producer.receive(D, Attach(ticket("b", 2), "d/2"), now=0)

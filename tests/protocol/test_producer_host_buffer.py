@@ -19,8 +19,8 @@ from kvferry.protocol.messages import (
     Ready,
     Refused,
 )
-from kvferry.protocol.producer import Producer
-from kvferry.protocol.push import ProducerSettings
+from kvferry.protocol.producer.producer import Producer
+from kvferry.protocol.producer.push import ProducerSettings
 from kvferry.protocol.tickets import PushTicketKey
 from kvferry.types import EngineId, Epoch, LeaseEnd, RequestId, Route
 

@@ -22,8 +22,8 @@ from kvferry.protocol.messages import (
     Refused,
     WriteGrantInfo,
 )
-from kvferry.protocol.producer import Producer
-from kvferry.protocol.push import ProducerSettings
+from kvferry.protocol.producer.producer import Producer
+from kvferry.protocol.producer.push import ProducerSettings
 from kvferry.protocol.tickets import PushTicket, PushTicketKey, Ticket, TicketKey
 from kvferry.types import EngineId, Epoch, LeaseEnd, RequestId, Route
 

@@ -16,6 +16,7 @@ from tests.protocol.test_producer_push import KEY, PUSH_KEY, push_ticket
 
 from kvferry.events import TransferFailed, TransferFinished
 from kvferry.protocol.actions import Action, StartRead
+from kvferry.protocol.consumer.transfer import PushInfo
 from kvferry.protocol.fingerprints import fingerprint
 from kvferry.protocol.messages import (
     Attach,
@@ -33,10 +34,9 @@ from kvferry.protocol.messages import (
     Refused,
     encode_layout,
 )
-from kvferry.protocol.producer import Producer
-from kvferry.protocol.push import ProducerSettings
+from kvferry.protocol.producer.producer import Producer
+from kvferry.protocol.producer.push import ProducerSettings
 from kvferry.protocol.tickets import HOLE, Ticket
-from kvferry.protocol.transfer import PushInfo
 from kvferry.types import Address, EngineId, EngineIncarnation, Epoch, PeerId, RequestId, Route
 
 NUM_LIVES, NUM_STEPS = 150, 150

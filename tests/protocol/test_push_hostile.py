@@ -20,11 +20,11 @@ from tests.protocol.test_producer_push import (
 )
 from tests.protocol.test_push_matcher import answers
 
-from kvferry.protocol import push_matcher as push_desk
 from kvferry.protocol.messages import PushCancel, PushOffer, PushRegistration, Refused
-from kvferry.protocol.producer import Producer
-from kvferry.protocol.push import ProducerSettings
-from kvferry.protocol.push_matcher import PushMatcher
+from kvferry.protocol.producer import push_matcher as push_desk
+from kvferry.protocol.producer.producer import Producer
+from kvferry.protocol.producer.push import ProducerSettings
+from kvferry.protocol.producer.push_matcher import PushMatcher
 from kvferry.types import EngineId, Epoch, RequestId, Route
 
 EVIL = Route(b"evil")

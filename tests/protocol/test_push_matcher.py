@@ -6,8 +6,6 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvferry.protocol import push_matcher as push_desk
-from kvferry.protocol import push_matcher as push_endings
 from kvferry.protocol.messages import (
     PushCancel,
     PushOffer,
@@ -15,10 +13,12 @@ from kvferry.protocol.messages import (
     PushWithdrawal,
     Refused,
 )
-from kvferry.protocol.push_matcher import (
+from kvferry.protocol.producer import matching
+from kvferry.protocol.producer import push_matcher as push_desk
+from kvferry.protocol.producer.matching import MatchKey
+from kvferry.protocol.producer.push_matcher import (
     MatcherReply,
     MatcherResult,
-    MatchKey,
     PrefillDeclined,
     PushMatcher,
     ReaderLeft,
@@ -292,9 +292,9 @@ def test_registrations_past_the_bound_are_refused_and_endings_past_it_forgotten(
     ]
     matcher.register(route(), registration("r0"), now=0)
     assert (answers(matcher), matcher.num_waiting) == ([], push_desk.MAX_READERS)
-    for number in range(push_endings.MAX_TOMBSTONES + 100):
+    for number in range(matching.MAX_TOMBSTONES + 100):
         matcher.fail(RequestId(f"f{number}"), f"h{number}", "aborted", now=0)
-    assert matcher.num_entries == push_desk.MAX_READERS + push_endings.MAX_TOMBSTONES
+    assert matcher.num_entries == push_desk.MAX_READERS + matching.MAX_TOMBSTONES
 
 
 def test_there_is_more_of_a_prefill_and_whoever_was_offered_it_is_told() -> None:

@@ -12,7 +12,7 @@ from tests.protocol.caches import take_actions, take_replies
 from tests.protocol.test_consumer import PEER, SIDE, connect, make_consumer
 
 from kvferry.protocol.actions import StartWrite, StopWrite
-from kvferry.protocol.consumer import Consumer
+from kvferry.protocol.consumer.consumer import Consumer
 from kvferry.protocol.fingerprints import Fingerprint, fingerprint
 from kvferry.protocol.messages import (
     OLDEST_WIRE_VERSION,
@@ -26,7 +26,7 @@ from kvferry.protocol.messages import (
     Written,
 )
 from kvferry.protocol.outbox import Outbox
-from kvferry.protocol.push_writer import Landed, PushWriter, WriterSettings
+from kvferry.protocol.producer.push_writer import Landed, PushWriter, WriterSettings
 from kvferry.protocol.tickets import Ticket
 from kvferry.types import EngineId, RequestId, Route
 

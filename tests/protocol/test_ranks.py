@@ -5,7 +5,7 @@ every rank with a lease is contacted.
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.protocol.layout import (
+from kvferry.protocol.planning.heads import (
     RankMapping,
     can_divide,
     heads_of,

@@ -15,7 +15,6 @@ from tests.connectors.pair import DEADLINE_S, Blocks, EngineRequest, EngineSide,
 from tests.connectors.test_push import D_ID, P_ID, Legs, closed, push_side
 
 from kvferry.protocol import messages as codec
-from kvferry.protocol.layout import geometry_from_layout
 from kvferry.protocol.messages import (
     OLDEST_WIRE_VERSION,
     WIRE_VERSION,
@@ -28,6 +27,7 @@ from kvferry.protocol.messages import (
     PushOffer,
     PushRegistration,
 )
+from kvferry.protocol.planning.geometry import geometry_from_layout
 from kvferry.transports.base import Received
 from kvferry.transports.memory import MemoryControlTransport, MemoryNetwork, MemoryTransport
 

@@ -27,7 +27,7 @@ from kvferry.events import (
     TransferFinished,
 )
 from kvferry.protocol.actions import StartRead
-from kvferry.protocol.consumer import Consumer
+from kvferry.protocol.consumer.consumer import Consumer
 from kvferry.protocol.messages import (
     Attach,
     Confirmed,

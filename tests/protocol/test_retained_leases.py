@@ -8,10 +8,10 @@ from tests.protocol.test_producer import KEY, A, D, ended, make_producer, ticket
 
 from kvferry.events import EvictionDeferred, LeaseEnded
 from kvferry.protocol.actions import CopyToHostBuffer, Reply
-from kvferry.protocol.leases import LeaseTable
 from kvferry.protocol.messages import Attach, Confirm, Confirmed, Detach, Heartbeat, Ready, Refused
-from kvferry.protocol.producer import Producer
-from kvferry.protocol.push import ProducerSettings
+from kvferry.protocol.producer.leases import LeaseTable
+from kvferry.protocol.producer.producer import Producer
+from kvferry.protocol.producer.push import ProducerSettings
 from kvferry.protocol.tickets import PushTicketKey
 from kvferry.types import EngineId, Epoch, LeaseEnd, RequestId
 

@@ -5,7 +5,7 @@ turns that have not ended stay open, and that the number of both stays bounded.
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.protocol.leases import OpenQuestions, TextsById
+from kvferry.protocol.producer.leases import OpenQuestions, TextsById
 
 
 def test_a_turn_is_found_by_its_word_while_it_is_kept() -> None:

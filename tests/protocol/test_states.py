@@ -12,17 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import IncompatiblePeer, RemoteProtocolError
-from kvferry.protocol.layout import (
+from kvferry.protocol.messages import RankLayout, decode_layout, encode_layout
+from kvferry.protocol.planning.axes import dense_axes
+from kvferry.protocol.planning.geometry import (
     Geometry,
     check_geometry,
-    dense_axes,
     geometry_from_layout,
-    heads_of,
-    rank_mappings,
     region_info,
 )
-from kvferry.protocol.messages import RankLayout, decode_layout, encode_layout
-from kvferry.protocol.planning import check_state_boundary, plan_permutations, plan_read
+from kvferry.protocol.planning.heads import heads_of, rank_mappings
+from kvferry.protocol.planning.plan import check_state_boundary, plan_permutations, plan_read
 from kvferry.protocol.tickets import HOLE
 from kvferry.types import AxisKind, KVLayout, Region
 

@@ -1,7 +1,7 @@
 from kvferry.events import TransferTimes
-from kvferry.protocol.consumer_context import TransferTimings
-from kvferry.protocol.transfer import TransferEvent as E
-from kvferry.protocol.transfer import TransferState, next_state
+from kvferry.protocol.consumer.context import TransferTimings
+from kvferry.protocol.consumer.states import TransferEvent as E
+from kvferry.protocol.consumer.states import TransferState, next_state
 from kvferry.types import RequestId
 
 R = RequestId("r")

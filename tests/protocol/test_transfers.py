@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import LocalProtocolError
-from kvferry.protocol.receiving import ON_ENTER
-from kvferry.protocol.transfer import (
+from kvferry.protocol.consumer.receiving import ON_ENTER
+from kvferry.protocol.consumer.states import (
     FINAL,
     IGNORED,
     TRANSITIONS,

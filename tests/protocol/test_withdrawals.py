@@ -21,7 +21,8 @@ from tests.protocol.test_consumer_streaming import WHOLE, ended, offer, waiting
 
 from kvferry.events import HandshakeFailed
 from kvferry.protocol.actions import StartRead, StopRead
-from kvferry.protocol.consumer import Consumer
+from kvferry.protocol.consumer.consumer import Consumer
+from kvferry.protocol.consumer.transfer import PushInfo
 from kvferry.protocol.fingerprints import fingerprint
 from kvferry.protocol.messages import (
     Confirm,
@@ -31,7 +32,6 @@ from kvferry.protocol.messages import (
     PushWithdrawal,
     Ready,
 )
-from kvferry.protocol.transfer import PushInfo
 from kvferry.types import Address, EngineIncarnation
 
 

@@ -10,13 +10,15 @@ import numpy.typing as npt
 
 from kvferry.events import Event, LeaseEnded, TransferFailed, TransferFinished
 from kvferry.protocol import messages as codec
-from kvferry.protocol.consumer_context import ConsumerSettings
+from kvferry.protocol.consumer.context import ConsumerSettings
 from kvferry.protocol.fingerprints import fingerprint
 from kvferry.protocol.handshake import ServedEngine, answer
-from kvferry.protocol.layout import Geometry, dense_axes, heads_of, region_info
 from kvferry.protocol.messages import HandshakeRequest, OfferInfo, RankLayout
 from kvferry.protocol.peers import PeerSettings
-from kvferry.protocol.push import ProducerSettings
+from kvferry.protocol.planning.axes import dense_axes
+from kvferry.protocol.planning.geometry import Geometry, region_info
+from kvferry.protocol.planning.heads import heads_of
+from kvferry.protocol.producer.push import ProducerSettings
 from kvferry.protocol.tickets import Ticket, TicketKey, runs_from_blocks
 from kvferry.testing.local import ManualClock
 from kvferry.transports.base import ControlTransport, DataTransport, Received

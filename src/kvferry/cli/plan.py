@@ -15,7 +15,7 @@ from kvferry.cli.checkpoints import find_config
 from kvferry.cli.plan_report import Plan, plan_as_json, plan_as_text
 from kvferry.config.fields import parsed, shown, span
 from kvferry.errors import ConfigError
-from kvferry.protocol.layout import can_divide
+from kvferry.protocol.planning.heads import can_divide
 from kvferry.sizing.hf_config import MAX_HEADS, MAX_LAYERS, auto_dtype, shape_of_config
 from kvferry.sizing.segments import CROSS_LAYER, LAYOUTS, Sides, count_segments
 from kvferry.sizing.shape import (

@@ -15,8 +15,10 @@ from kvferry.connectors.contract import (
     ParallelConfig,
 )
 from kvferry.errors import ConfigError
-from kvferry.protocol.layout import Geometry, dense_axes, heads_of
 from kvferry.protocol.messages import Factor
+from kvferry.protocol.planning.axes import dense_axes
+from kvferry.protocol.planning.geometry import Geometry
+from kvferry.protocol.planning.heads import heads_of
 from kvferry.types import Axis, AxisKind, KVLayout, MemoryKind, Region
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.config.side_channel import numeric_host
-from kvferry.protocol.leases import MAX_TURN_ID_CHARS
+from kvferry.protocol.producer.leases import MAX_TURN_ID_CHARS
 from kvferry.protocol.tickets import MAX_TICKET_NAME_CHARS, MAX_TP_SIZE
 from kvferry.types import Address
 

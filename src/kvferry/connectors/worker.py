@@ -49,11 +49,11 @@ from kvferry.events import (
     TransferTimes,
 )
 from kvferry.logs import repeats_of
-from kvferry.protocol.consumer_context import ConsumerSettings
-from kvferry.protocol.layout import Geometry, region_info
+from kvferry.protocol.consumer.context import ConsumerSettings
 from kvferry.protocol.messages import Factor, OfferInfo, RankLayout, encode_layout
 from kvferry.protocol.peers import PeerSettings
-from kvferry.protocol.push import ProducerSettings
+from kvferry.protocol.planning.geometry import Geometry, region_info
+from kvferry.protocol.producer.push import ProducerSettings
 from kvferry.transports.base import (
     BlockStore,
     CacheMemory,

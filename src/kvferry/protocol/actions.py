@@ -8,7 +8,6 @@ code, named in the docstring of the action. Pure.
 from dataclasses import dataclass
 
 from kvferry.protocol.handshake import TransportChoice
-from kvferry.protocol.layout import Geometry
 from kvferry.protocol.messages import (
     Attach,
     Confirm,
@@ -29,7 +28,8 @@ from kvferry.protocol.messages import (
     WriteFailed,
     Written,
 )
-from kvferry.protocol.planning import BlockPermutation, Segments
+from kvferry.protocol.planning.geometry import Geometry
+from kvferry.protocol.planning.plan import BlockPermutation, Segments
 from kvferry.types import PeerId, RequestId, Route
 
 

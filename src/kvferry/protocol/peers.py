@@ -18,13 +18,6 @@ from typing import Protocol
 from kvferry.errors import IncompatiblePeer, KVFerryError, RemoteProtocolError
 from kvferry.protocol.actions import Action, CloseConnection, ClosePeer, OpenPeer, Send
 from kvferry.protocol.handshake import candidate_transports, check_reply
-from kvferry.protocol.layout import (
-    Geometry,
-    RankMapping,
-    check_geometry,
-    geometry_from_layout,
-    rank_mappings,
-)
 from kvferry.protocol.messages import (
     OLDEST_WIRE_VERSION,
     STATES_WIRE_VERSION,
@@ -36,6 +29,8 @@ from kvferry.protocol.messages import (
     OfferInfo,
     RankLayout,
 )
+from kvferry.protocol.planning.geometry import Geometry, check_geometry, geometry_from_layout
+from kvferry.protocol.planning.heads import RankMapping, rank_mappings
 from kvferry.types import Address, EngineIncarnation, Epoch, PeerId
 
 FIRST_BACKOFF_S = 0.5

@@ -13,8 +13,10 @@ period or layer adds.
 from dataclasses import dataclass
 
 from kvferry.errors import ConfigError
-from kvferry.protocol.layout import Geometry, dense_axes, heads_of, rank_mappings
-from kvferry.protocol.planning import plan_read
+from kvferry.protocol.planning.axes import dense_axes
+from kvferry.protocol.planning.geometry import Geometry
+from kvferry.protocol.planning.heads import heads_of, rank_mappings
+from kvferry.protocol.planning.plan import plan_read
 from kvferry.sizing.shape import LayerCacheKind, LayerGroup, ModelCacheShape
 from kvferry.types import AxisKind, KVLayout, Region
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvferry.errors import ConfigError
-from kvferry.protocol.layout import can_divide
+from kvferry.protocol.planning.heads import can_divide
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 LATENT_DTYPE = "fp8_ds_mla"

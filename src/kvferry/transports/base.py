@@ -20,7 +20,7 @@ from typing import NewType, Protocol
 
 from kvferry.errors import LocalProtocolError
 from kvferry.protocol.messages import MAX_MESSAGE_BYTES
-from kvferry.protocol.planning import BlockPermutation, Segments
+from kvferry.protocol.planning.plan import BlockPermutation, Segments
 from kvferry.protocol.tickets import HOLE
 from kvferry.types import PeerId, Region, Route
 

@@ -17,7 +17,6 @@ from kvferry.errors import InvalidTicket, KVFerryError, RemoteProtocolError
 from kvferry.logs import repeats_of
 from kvferry.protocol import messages as codec
 from kvferry.protocol.handshake import ServedEngine, answer
-from kvferry.protocol.leases import OpenQuestions, TextsById
 from kvferry.protocol.messages import (
     FailureReply,
     FailureRequest,
@@ -27,6 +26,7 @@ from kvferry.protocol.messages import (
     RetainedTurnReply,
     RetainedTurnRequest,
 )
+from kvferry.protocol.producer.leases import OpenQuestions, TextsById
 from kvferry.protocol.tickets import PushTicketKey, TicketKey
 from kvferry.transports.base import ControlTransport, Received, Route
 from kvferry.types import EngineId, Epoch

@@ -38,17 +38,17 @@ from kvferry.protocol.actions import (
     StopRead,
     StopWrite,
 )
-from kvferry.protocol.consumer import Consumer
-from kvferry.protocol.consumer_context import ConsumerSettings
+from kvferry.protocol.consumer.consumer import Consumer
+from kvferry.protocol.consumer.context import ConsumerSettings
+from kvferry.protocol.consumer.transfer import Destination, PushInfo
 from kvferry.protocol.messages import PushOffer, ToConsumer, ToProducer
 from kvferry.protocol.outbox import Outbox
 from kvferry.protocol.peers import UNKNOWN_EPOCH
-from kvferry.protocol.producer import Producer
-from kvferry.protocol.push import ProducerSettings
-from kvferry.protocol.push_matcher import MAX_LEASES_WAITED
-from kvferry.protocol.push_writer import PushWriter, WriterSettings
+from kvferry.protocol.producer.producer import Producer
+from kvferry.protocol.producer.push import ProducerSettings
+from kvferry.protocol.producer.push_matcher import MAX_LEASES_WAITED
+from kvferry.protocol.producer.push_writer import PushWriter, WriterSettings
 from kvferry.protocol.tickets import PushTicketKey, TicketKey
-from kvferry.protocol.transfer import Destination, PushInfo
 from kvferry.sleep import short_sleep
 from kvferry.transports.base import (
     BlockStore,

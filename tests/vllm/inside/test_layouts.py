@@ -17,8 +17,8 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvferry.connectors.geometry import geometry_of
 from kvferry.errors import ConfigError, IncompatiblePeer
-from kvferry.protocol.layout import Geometry, check_geometry
-from kvferry.protocol.planning import plan_read
+from kvferry.protocol.planning.geometry import Geometry, check_geometry
+from kvferry.protocol.planning.plan import plan_read
 from kvferry.vllm import translate
 
 FLOAT = 4

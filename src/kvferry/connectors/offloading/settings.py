@@ -15,7 +15,7 @@ from kvferry.connectors.geometry import compatibility_factors
 from kvferry.connectors.offloading.lookup import TierLookup
 from kvferry.errors import ConfigError
 from kvferry.host_memory import available_bytes, check_fits
-from kvferry.protocol.layout import Geometry
+from kvferry.protocol.planning.geometry import Geometry
 from kvferry.tiers.base import Tier
 from kvferry.tiers.disk import DiskTier
 from kvferry.tiers.host_pool import HostPool

@@ -33,7 +33,7 @@ from kvferry.connectors.contract import (
 from kvferry.engine.model.config import ModelConfig, StateShape
 from kvferry.engine.options import EngineOptions
 from kvferry.errors import ConfigError
-from kvferry.protocol.layout import heads_of
+from kvferry.protocol.planning.heads import heads_of
 from kvferry.types import KVLayout
 
 STATE_DTYPE = torch.float32

@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from kvferry.config.fields import converted, span
 from kvferry.errors import ConfigError
-from kvferry.protocol.layout import can_divide
+from kvferry.protocol.planning.heads import can_divide
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

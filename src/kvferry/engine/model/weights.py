@@ -19,7 +19,7 @@ from kvferry.engine.model.checkpoint import Checkpoint, check_shapes
 from kvferry.engine.model.config import LatentShape, ModelConfig, StateShape
 from kvferry.engine.options import EngineOptions, first_gpu
 from kvferry.errors import ConfigError
-from kvferry.protocol.layout import heads_of
+from kvferry.protocol.planning.heads import heads_of
 
 FLOAT64_WEIGHTS_LIMIT_BYTES = 256 * 1024 * 1024
 """The largest checkpoint that is computed in float64 (float32 everywhere, half precision on GPUs).

@@ -26,9 +26,9 @@ from typing import NamedTuple
 
 from kvferry.errors import RemoteProtocolError
 from kvferry.protocol.actions import StartWrite, StopWrite
+from kvferry.protocol.consumer.transfer import next_tokens, reader_name
 from kvferry.protocol.fingerprints import shared_prefix
 from kvferry.protocol.heartbeats import Deadlines
-from kvferry.protocol.layout import RankMapping, can_divide, rank_mappings
 from kvferry.protocol.messages import (
     PushRegistration,
     Revoke,
@@ -39,9 +39,9 @@ from kvferry.protocol.messages import (
 )
 from kvferry.protocol.outbox import Outbox
 from kvferry.protocol.peers import UNKNOWN_EPOCH, LostPeer, Peer, PeerTable
-from kvferry.protocol.planning import Segments, check_state_boundary, plan_read
+from kvferry.protocol.planning.heads import RankMapping, can_divide, rank_mappings
+from kvferry.protocol.planning.plan import Segments, check_state_boundary, plan_read
 from kvferry.protocol.tickets import MAX_TP_SIZE, Ticket
-from kvferry.protocol.transfer import next_tokens, reader_name
 from kvferry.types import Address, EngineId, EngineIncarnation, Epoch, PeerId, RequestId, Route
 
 MAX_WRITERS = 20_000

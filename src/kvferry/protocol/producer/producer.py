@@ -7,11 +7,11 @@ then: the engine cannot free the blocks of a ticket before the grant has arrived
 (docs/decisions/003-tickets-and-serials.md).
 
 In push a consumer registers before a ticket exists. The matcher joins the registration and the
-finished prefill (`protocol/push_matcher.py`). If the consumer has granted write access to its
-blocks, the producer writes instead of sending an offer (`protocol/push_writer.py`); the consumer
+finished prefill (`protocol/producer/push_matcher.py`). If the consumer has granted write access to its
+blocks, the producer writes instead of sending an offer (`protocol/producer/push_writer.py`); the consumer
 still counts as a reader of the lease.
 
-Readers of a producer with a host buffer read a copy of the blocks (`protocol/host_buffers.py`).
+Readers of a producer with a host buffer read a copy of the blocks (`protocol/producer/host_buffers.py`).
 Such a producer sends `Ready` to each reader when the copy is complete. Before the copy is complete
 the producer neither confirms a reader nor offers that segment of a prefill. The end of a lease is
 reported only when no copy reads its blocks any more.
@@ -30,8 +30,6 @@ import msgspec
 from kvferry.errors import InvalidTicket
 from kvferry.events import EvictionDeferred, LeaseEnded
 from kvferry.protocol.heartbeats import READ_BEGINS, Deadlines
-from kvferry.protocol.host_buffers import BlockTables, HostBufferCopies, Publication
-from kvferry.protocol.leases import LeaseTable, TicketStatus
 from kvferry.protocol.messages import (
     Attach,
     Confirm,
@@ -46,8 +44,10 @@ from kvferry.protocol.messages import (
     Revoke,
     ToProducer,
 )
-from kvferry.protocol.push import ProducerSettings, PushCoordinator
-from kvferry.protocol.push_writer import PushWriter
+from kvferry.protocol.producer.host_buffers import BlockTables, HostBufferCopies, Publication
+from kvferry.protocol.producer.leases import LeaseTable, TicketStatus
+from kvferry.protocol.producer.push import ProducerSettings, PushCoordinator
+from kvferry.protocol.producer.push_writer import PushWriter
 from kvferry.protocol.tickets import PushTicketKey, Ticket, TicketKey
 from kvferry.types import RequestId, Route
 

@@ -1,6 +1,6 @@
 """Objects that a consumer's modules share: settings, client for producers, timings, event queue.
 
-`Consumer` (`protocol/consumer.py`) builds the objects; the functions of `protocol/receiving.py` use
+`Consumer` (`protocol/consumer/consumer.py`) builds the objects; the functions of `protocol/consumer/receiving.py` use
 them. Pure: messages to producers are appended to the consumer's list of actions, and the caller
 passes `now`.
 """
@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 from kvferry.events import Event, TransferTimes
 from kvferry.protocol.actions import Action, Send
+from kvferry.protocol.consumer.states import TransferEvent, TransferState
+from kvferry.protocol.consumer.transfer import ReaderStatus, Transfer, TransferTable, reader_name
 from kvferry.protocol.heartbeats import READ_BEGINS, HeartbeatSchedule, heartbeat_interval_s
-from kvferry.protocol.layout import Geometry
 from kvferry.protocol.messages import (
     MAX_LEASES_PER_HEARTBEAT,
     MAX_NAME_CHARS,
@@ -27,14 +28,7 @@ from kvferry.protocol.messages import (
     WriteGrantInfo,
 )
 from kvferry.protocol.peers import LostPeer, Peer, PeerSettings, PeerTable, PeerUser
-from kvferry.protocol.transfer import (
-    ReaderStatus,
-    Transfer,
-    TransferEvent,
-    TransferState,
-    TransferTable,
-    reader_name,
-)
+from kvferry.protocol.planning.geometry import Geometry
 from kvferry.types import EngineId, EngineIncarnation, Epoch, PeerId, RequestId
 
 
@@ -371,7 +365,7 @@ class TransferTimings:
 
 
 # -- context --
-# What the functions of `protocol/receiving.py` share with the consumer.
+# What the functions of `protocol/consumer/receiving.py` share with the consumer.
 
 
 class QueuedEvent(NamedTuple):

@@ -1,7 +1,7 @@
 """The producer's half of push: checks registrations, and offers or writes prefills to readers.
 
-`PushMatcher` (`protocol/push_matcher.py`) joins registrations with prefills. `PushWriter`
-(`protocol/push_writer.py`) writes for readers with a write grant; all remaining readers get an
+`PushMatcher` (`protocol/producer/push_matcher.py`) joins registrations with prefills. `PushWriter`
+(`protocol/producer/push_writer.py`) writes for readers with a write grant; all remaining readers get an
 offer. Readers with a write grant are attached to the lease as well.
 Pure: `Producer` owns the coordinator and passes `now`; replies go to the producer's outbox.
 """
@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 
 from kvferry.errors import InvalidTicket
 from kvferry.events import LeaseEnded
-from kvferry.protocol.host_buffers import HostBufferCopies, Publication
-from kvferry.protocol.leases import LeaseTable
 from kvferry.protocol.messages import (
     PushCancel,
     PushOffer,
@@ -23,8 +21,15 @@ from kvferry.protocol.messages import (
     Revoke,
 )
 from kvferry.protocol.outbox import Outbox
-from kvferry.protocol.push_matcher import MatcherReply, PrefillDeclined, PushMatcher, ReaderLeft
-from kvferry.protocol.push_writer import PushWriter
+from kvferry.protocol.producer.host_buffers import HostBufferCopies, Publication
+from kvferry.protocol.producer.leases import LeaseTable
+from kvferry.protocol.producer.push_matcher import (
+    MatcherReply,
+    PrefillDeclined,
+    PushMatcher,
+    ReaderLeft,
+)
+from kvferry.protocol.producer.push_writer import PushWriter
 from kvferry.protocol.tickets import PushTicketKey, TicketKey
 from kvferry.types import Address, EngineId, Epoch, LeaseEnd, RequestId, Route
 

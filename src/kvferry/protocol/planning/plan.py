@@ -18,15 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import RemoteProtocolError
-from kvferry.protocol.layout import (
-    Geometry,
+from kvferry.protocol.planning.axes import (
     arrival_axes,
     common_axes,
-    heads_of,
-    heads_to_read,
     offsets_along,
     reads_in_producers_order,
 )
+from kvferry.protocol.planning.geometry import Geometry
+from kvferry.protocol.planning.heads import heads_of, heads_to_read
 from kvferry.protocol.tickets import HOLE
 from kvferry.types import Axis, AxisKind, MemoryKind, Region
 

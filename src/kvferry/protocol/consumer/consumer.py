@@ -9,7 +9,7 @@ rearranged into our order.
 
 In push the ticket arrives later. The consumer registers the request with the producer. Then
 either the producer offers a ticket when KV is ready to read, or the consumer grants the producer
-write access to the blocks and the producer writes (`protocol/receiving.py`,
+write access to the blocks and the producer writes (`protocol/consumer/receiving.py`,
 docs/decisions/030-push.md).
 
 Every input (a command, a message, a completion, a passed deadline) posts events of transfers to one
@@ -26,7 +26,34 @@ from dataclasses import replace
 
 from kvferry.events import Event, TransferFailed
 from kvferry.protocol.actions import Action
-from kvferry.protocol.consumer_context import ConsumerContext, ConsumerSettings, ProducerClient
+from kvferry.protocol.consumer.context import ConsumerContext, ConsumerSettings, ProducerClient
+from kvferry.protocol.consumer.receiving import (
+    ON_ENTER,
+    attach,
+    contact_producer,
+    extend_deadline,
+    lose_peer,
+)
+from kvferry.protocol.consumer.states import (
+    BEFORE_READING,
+    FAILURE_EVENTS,
+    GRANTED,
+    IGNORED,
+    REVOKING_STATES,
+    TRANSITIONS,
+    TransferEvent,
+    TransferState,
+    next_state,
+)
+from kvferry.protocol.consumer.transfer import (
+    Destination,
+    Origin,
+    PushInfo,
+    ReaderStatus,
+    Transfer,
+    reader_name,
+)
+from kvferry.protocol.consumer.write_grants import receive_write_report, revoke
 from kvferry.protocol.messages import (
     Confirmed,
     HandshakeRefused,
@@ -41,33 +68,7 @@ from kvferry.protocol.messages import (
     Written,
 )
 from kvferry.protocol.peers import LostPeer, PeerTable, PeerUser
-from kvferry.protocol.receiving import (
-    ON_ENTER,
-    attach,
-    contact_producer,
-    extend_deadline,
-    lose_peer,
-    receive_write_report,
-    revoke,
-)
 from kvferry.protocol.tickets import Ticket
-from kvferry.protocol.transfer import (
-    BEFORE_READING,
-    FAILURE_EVENTS,
-    GRANTED,
-    IGNORED,
-    REVOKING_STATES,
-    TRANSITIONS,
-    Destination,
-    Origin,
-    PushInfo,
-    ReaderStatus,
-    Transfer,
-    TransferEvent,
-    TransferState,
-    next_state,
-    reader_name,
-)
 from kvferry.types import Address, EngineIncarnation, Epoch, PeerId, RequestId
 
 _E = TransferEvent

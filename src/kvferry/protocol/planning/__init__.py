@@ -1,0 +1,1 @@
+"""Which bytes move between two caches: heads, axes, geometry, and the plan of a read. Pure."""

@@ -1,0 +1,1 @@
+"""The side that holds KV: leases, readers, registrations and writes. Pure."""
