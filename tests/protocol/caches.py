@@ -205,7 +205,7 @@ def no_writers() -> PushWriter:
     )
     return PushWriter(
         WriterSettings(engine=EngineId("p"), write_timeout_s=30, max_lease_ttl_s=120),
-        PeerTable(settings, []),
+        PeerTable(settings, Outbox()),
         Outbox(),
     )
 

@@ -131,14 +131,14 @@ def of(actions: list[Action], kind: type) -> list[object]:
 
 def connect(consumer: Consumer, now: float = 0, **changes: object) -> list[Action]:
     """Answer the pending handshake request and open the transport."""
-    [request] = sent(consumer.take_actions(), HandshakeRequest)
+    [request] = sent(consumer.outbox.take_actions(), HandshakeRequest)
     assert isinstance(request, HandshakeRequest)
     consumer.receive(SIDE, reply(request.nonce, **changes), now)
-    actions = consumer.take_actions()
+    actions = consumer.outbox.take_actions()
     assert of(actions, OpenPeer)
     assert of(actions, CloseConnection) == [CloseConnection(SIDE)]
     consumer.peer_opened(PEER, "memory", now)
-    return consumer.take_actions()
+    return consumer.outbox.take_actions()
 
 
 def reading(consumer: Consumer) -> Consumer:
@@ -149,13 +149,15 @@ def reading(consumer: Consumer) -> Consumer:
 
 
 def confirming(consumer: Consumer) -> Consumer:
-    reading(consumer).take_actions()
+    reading(consumer).outbox.take_actions()
     consumer.read_ended(R1, PEER, None, now=2)
     return consumer
 
 
 def failures(consumer: Consumer) -> list[str]:
-    return [event.reason for event in consumer.take_events() if isinstance(event, TransferFailed)]
+    return [
+        event.reason for event in consumer.outbox.take_events() if isinstance(event, TransferFailed)
+    ]
 
 
 def test_the_whole_way_from_arrival_to_confirmation() -> None:
@@ -163,17 +165,17 @@ def test_the_whole_way_from_arrival_to_confirmation() -> None:
     consumer.track(R1, ticket(), "T1", now=0)
     assert sent(connect(consumer), Attach) == [Attach("T1", "d/r1/0", "memory")]
     consumer.start(R1, [[5, 6]], range(4, 8), now=1)
-    [read] = of(consumer.take_actions(), StartRead)
+    [read] = of(consumer.outbox.take_actions(), StartRead)
     assert isinstance(read, StartRead)
     assert (read.peer, read.transport) == (PEER, "memory")
     assert [(list(p.local_offsets), list(p.remote_offsets)) for p in read.segments] == [
         ([6 * 64], [4 * 64])
     ]
     consumer.read_ended(R1, PEER, None, now=2)
-    assert sent(consumer.take_actions(), Confirm) == [Confirm("e1", "a", "d/r1/0", 1)]
-    assert consumer.take_events() == []
+    assert sent(consumer.outbox.take_actions(), Confirm) == [Confirm("e1", "a", "d/r1/0", 1)]
+    assert consumer.outbox.take_events() == []
     consumer.receive(CONTROL, Confirmed("a", "d/r1/0"), now=3)
-    assert consumer.take_events() == [TransferFinished(R1)]
+    assert consumer.outbox.take_events() == [TransferFinished(R1)]
     assert consumer.num_transfers == 0
     assert consumer.next_deadline() is None
 
@@ -192,7 +194,7 @@ def test_a_queued_request_keeps_its_lease_alive_by_heartbeats() -> None:
     connect(consumer)
     assert consumer.next_deadline() == 5
     consumer.advance(now=5)
-    assert sent(consumer.take_actions(), Heartbeat) == [Heartbeat("e1", 1, ["a", "b"])]
+    assert sent(consumer.outbox.take_actions(), Heartbeat) == [Heartbeat("e1", 1, ["a", "b"])]
     consumer.receive(CONTROL, HeartbeatReply("e1", 1, ["b"]), now=6)
     consumer.start(R2, [[5, 6]], range(0, 8), now=7)
     assert failures(consumer) == ["the producer's lease ran out"]
@@ -206,7 +208,7 @@ def test_a_silent_producer_is_given_up() -> None:
         consumer.advance(now)
     consumer.start(R1, [[5, 6]], range(0, 8), now=21)
     assert failures(consumer) == ["the producer no longer answers heartbeats"]
-    assert of(consumer.take_actions(), ClosePeer) == [ClosePeer(PEER, CONTROL)]
+    assert of(consumer.outbox.take_actions(), ClosePeer) == [ClosePeer(PEER, CONTROL)]
 
 
 @pytest.mark.parametrize("message", [Refused("a", "d/r1/0", "over"), Refused("a", "d/r1/0", "")])
@@ -228,28 +230,28 @@ def test_answers_that_fit_no_transfer_are_ignored() -> None:
     consumer.read_ended(R1, PEER, None, now=3)
     consumer.disconnected("tcp://elsewhere:1", now=3)
     consumer.peer_opened(PeerId(EngineId("q"), Epoch("e"), 0), "memory", now=3)
-    assert consumer.take_events() == []
+    assert consumer.outbox.take_events() == []
     consumer.receive(CONTROL, Confirmed("a", "d/r1/0"), now=4)
-    assert consumer.take_events() == [TransferFinished(R1)]
+    assert consumer.outbox.take_events() == [TransferFinished(R1)]
 
 
 def test_a_confirmation_that_comes_before_the_bytes_is_not_believed() -> None:
     consumer = reading(make_consumer())
     consumer.receive(CONTROL, Confirmed("a", "d/r1/0"), now=2)
-    assert consumer.take_events() == []
+    assert consumer.outbox.take_events() == []
 
 
 def test_blocks_are_not_handed_back_while_bytes_may_still_land() -> None:
     consumer = reading(make_consumer())
-    consumer.take_actions()
+    consumer.outbox.take_actions()
     consumer.abort(R1, now=2)
     consumer.abort(R1, now=2)
-    actions = consumer.take_actions()
+    actions = consumer.outbox.take_actions()
     assert of(actions, StopRead) == [StopRead(R1, PEER)]
-    assert consumer.take_events() == [TransferAbandoned(R1, "the request was aborted")]
+    assert consumer.outbox.take_events() == [TransferAbandoned(R1, "the request was aborted")]
     consumer.read_ended(R1, PEER, "cancelled", now=3)
     assert failures(consumer) == ["the request was aborted"]
-    assert sent(consumer.take_actions(), Detach) == [Detach("e1", "a", "d/r1/0")]
+    assert sent(consumer.outbox.take_actions(), Detach) == [Detach("e1", "a", "d/r1/0")]
 
 
 @pytest.mark.parametrize(("now", "says"), [(31.0, "did not finish within 30 s")])
@@ -261,7 +263,7 @@ def test_a_read_has_a_deadline(now: float, says: str) -> None:
         consumer.advance(at)
         consumer.receive(CONTROL, HeartbeatReply("e1", at // 5, []), at)
     consumer.advance(now)
-    assert of(consumer.take_actions(), StopRead)
+    assert of(consumer.outbox.take_actions(), StopRead)
     consumer.read_ended(R1, PEER, "cancelled", now)
     assert says in failures(consumer)[0]
 
@@ -278,25 +280,25 @@ def test_a_handshake_has_a_deadline_and_a_memory() -> None:
     consumer.start(R1, [[5, 6]], range(0, 8), now=0)
     consumer.advance(now=5)
     assert "the producer did not answer the handshake within 5 s" in failures(consumer)[0]
-    consumer.take_actions()
+    consumer.outbox.take_actions()
     consumer.track(R2, ticket("b", 2), "T2", now=5.1)
     consumer.start(R2, [[5, 6]], range(0, 8), now=5.1)
-    assert sent(consumer.take_actions(), HandshakeRequest) == []
+    assert sent(consumer.outbox.take_actions(), HandshakeRequest) == []
     assert len(failures(consumer)) == 1
     consumer.track(R1, ticket("c", 3), "T3", now=6)
-    assert len(sent(consumer.take_actions(), HandshakeRequest)) == 1
+    assert len(sent(consumer.outbox.take_actions(), HandshakeRequest)) == 1
     consumer.advance(now=11)
     consumer.track(R2, ticket("d", 4), "T4", now=11.6)
-    assert sent(consumer.take_actions(), HandshakeRequest) == []
+    assert sent(consumer.outbox.take_actions(), HandshakeRequest) == []
 
 
 def test_a_restarted_engine_is_tried_at_once_although_its_old_life_is_out_of_reach() -> None:
     consumer = make_consumer()
     consumer.track(R1, ticket(), "T1", now=0)
     consumer.disconnected(SIDE, now=1)
-    consumer.take_actions()
+    consumer.outbox.take_actions()
     consumer.track(R2, ticket("b", 1, epoch="e2"), "T2", now=1)
-    assert len(sent(consumer.take_actions(), HandshakeRequest)) == 1
+    assert len(sent(consumer.outbox.take_actions(), HandshakeRequest)) == 1
 
 
 def test_an_incompatible_producer_fails_the_request_with_the_field() -> None:
@@ -336,9 +338,9 @@ def test_an_unreachable_transport_or_a_refused_handshake_fails_the_request() -> 
 def test_a_lost_connection_fails_what_used_it_and_the_next_request_tries_again() -> None:
     consumer = reading(make_consumer())
     consumer.track(R2, ticket("b", 2), "T2", now=1)
-    consumer.take_actions()
+    consumer.outbox.take_actions()
     consumer.disconnected(CONTROL, now=2)
-    assert of(consumer.take_actions(), StopRead)
+    assert of(consumer.outbox.take_actions(), StopRead)
     consumer.read_ended(R1, PEER, "cancelled", now=2)
     assert len(failures(consumer)) == 1
     consumer.track(RequestId("r3"), ticket("c", 3), "T3", now=2)
@@ -352,8 +354,8 @@ def test_a_request_that_needs_nothing_lets_the_producer_free() -> None:
     consumer.track(R1, ticket(), "T1", now=0)
     connect(consumer)
     consumer.settle(R1, now=1)
-    assert sent(consumer.take_actions(), Detach) == [Detach("e1", "a", "d/r1/0")]
-    assert consumer.take_events() == []
+    assert sent(consumer.outbox.take_actions(), Detach) == [Detach("e1", "a", "d/r1/0")]
+    assert consumer.outbox.take_events() == []
     assert consumer.num_transfers == 0
 
 
@@ -365,7 +367,7 @@ def test_a_request_that_leaves_during_the_handshake_still_says_goodbye() -> None
     actions = connect(consumer)
     assert sent(actions, Attach) == [Attach("T1", "d/r1/0", "memory")]
     assert sent(actions, Detach) == [Detach("e1", "a", "d/r1/0")]
-    assert consumer.take_events() == []
+    assert consumer.outbox.take_events() == []
 
 
 def test_settling_does_not_touch_a_request_that_is_loading() -> None:
@@ -387,10 +389,10 @@ def test_a_block_list_that_does_not_fit_fails_the_request_only() -> None:
 def test_a_failed_read_fails_the_request_and_the_next_one_shakes_hands_anew() -> None:
     """The transport may have lost its connection for good while the control channel still works."""
     consumer = reading(make_consumer())
-    consumer.take_actions()
+    consumer.outbox.take_actions()
     consumer.read_ended(R1, PEER, "broken", now=2)
     assert failures(consumer) == ["reading from the producer failed: broken"]
-    assert of(consumer.take_actions(), ClosePeer) == [ClosePeer(PEER, CONTROL)]
+    assert of(consumer.outbox.take_actions(), ClosePeer) == [ClosePeer(PEER, CONTROL)]
     consumer.track(R2, ticket("b", 2), "T2", now=2)
     consumer.start(R2, [[5, 6]], range(0, 8), now=2)
     assert of(connect(consumer, now=2), StartRead)
@@ -400,14 +402,14 @@ def test_a_failed_read_detaches_every_reader_before_the_peer_is_closed() -> None
     """Otherwise the producer would hold the blocks of the other requests until their leases end."""
     consumer = reading(make_consumer())
     consumer.track(R2, ticket("b", 2), "T2", now=1)
-    consumer.take_actions()
+    consumer.outbox.take_actions()
     consumer.read_ended(R1, PEER, "broken", now=2)
-    actions = consumer.take_actions()
+    actions = consumer.outbox.take_actions()
     detached = [message for message in sent(actions, Detach) if isinstance(message, Detach)]
     assert [message.lease for message in detached] == ["a", "b"]
     assert actions[-1] == ClosePeer(PEER, CONTROL)
     consumer.advance(now=60)
-    assert not sent(consumer.take_actions(), Detach)
+    assert not sent(consumer.outbox.take_actions(), Detach)
 
 
 def test_a_crowd_of_leases_is_renewed_in_several_beats() -> None:
@@ -416,7 +418,7 @@ def test_a_crowd_of_leases_is_renewed_in_several_beats() -> None:
         consumer.track(RequestId(f"r{number}"), ticket(f"a{number}", number + 1), "T", now=0)
     connect(consumer)
     consumer.advance(now=5)
-    beats = sent(consumer.take_actions(), Heartbeat)
+    beats = sent(consumer.outbox.take_actions(), Heartbeat)
     assert [len(beat.leases) for beat in beats if isinstance(beat, Heartbeat)] == [1000, 1000, 500]
     assert all(
         len(codec.encode(beat)) < codec.MAX_MESSAGE_BYTES
@@ -435,7 +437,7 @@ def test_a_request_with_an_endless_name_is_confirmed_like_any_other() -> None:
     consumer.start(request, [[5, 6]], range(0, 8), now=1)
     consumer.read_ended(request, PEER, None, now=2)
     consumer.receive(CONTROL, Confirmed("a", attach.reader), now=3)
-    assert consumer.take_events() == [TransferFinished(request)]
+    assert consumer.outbox.take_events() == [TransferFinished(request)]
 
 
 def test_a_lost_peer_is_closed_after_what_was_sent_to_it() -> None:
@@ -445,7 +447,7 @@ def test_a_lost_peer_is_closed_after_what_was_sent_to_it() -> None:
     connect(consumer)
     consumer.track(R2, ticket("b", 2), "T2", now=1)
     consumer.disconnected(CONTROL, now=1)
-    kinds = [type(action) for action in consumer.take_actions()]
+    kinds = [type(action) for action in consumer.outbox.take_actions()]
     assert kinds.index(Send) < kinds.index(ClosePeer)
     assert Send not in kinds[kinds.index(ClosePeer) :]
 
@@ -485,7 +487,7 @@ def test_idle_peers_are_forgotten() -> None:
     consumer.settle(R1, now=4)
     consumer.advance(now=11)
     assert consumer.num_peers == 0
-    assert of(consumer.take_actions(), ClosePeer) == [ClosePeer(PEER, CONTROL)]
+    assert of(consumer.outbox.take_actions(), ClosePeer) == [ClosePeer(PEER, CONTROL)]
 
 
 class ConsumerMachine(RuleBasedStateMachine):
@@ -582,7 +584,7 @@ class ConsumerMachine(RuleBasedStateMachine):
         self.every_request_with_blocks_ends_once()
 
     def every_request_with_blocks_ends_once(self) -> None:
-        for action in self.consumer.take_actions():
+        for action in self.consumer.outbox.take_actions():
             match action:
                 case StartRead(request=request):
                     self.reads.add(request)
@@ -592,7 +594,7 @@ class ConsumerMachine(RuleBasedStateMachine):
                     self.asked.append(nonce)
                 case OpenPeer():
                     self.opening = True
-        for event in self.consumer.take_events():
+        for event in self.consumer.outbox.take_events():
             if self.is_by_the_way(event):
                 continue
             assert isinstance(event, TransferFinished | TransferFailed)
@@ -634,9 +636,9 @@ def test_a_read_that_begins_long_after_its_reader_came_is_announced() -> None:
     consumer.track(R2, ticket("b", 2), "T2", now=0)
     connect(consumer)
     consumer.start(R1, [[5, 6]], range(0, 8), now=0.1)
-    assert sent(consumer.take_actions(), Heartbeat) == [], "P has just heard of it"
+    assert sent(consumer.outbox.take_actions(), Heartbeat) == [], "P has just heard of it"
     consumer.start(R2, [[2, 3]], range(0, 8), now=3)
-    actions = consumer.take_actions()
+    actions = consumer.outbox.take_actions()
     assert sent(actions, Heartbeat) == [Heartbeat("e1", READ_BEGINS, ["b"])]
     kinds = [type(action) for action in actions]
     assert kinds.index(Send) < kinds.index(StartRead), (

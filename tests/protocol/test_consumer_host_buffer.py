@@ -46,10 +46,10 @@ READY = Ready("a", "d/r1/0")
 
 def meet(consumer: Consumer) -> None:
     """Complete the handshake with a producer that uses a host buffer."""
-    [request] = sent(consumer.take_actions(), HandshakeRequest)
+    [request] = sent(consumer.outbox.take_actions(), HandshakeRequest)
     assert isinstance(request, HandshakeRequest)
     consumer.receive(SIDE, reply(request.nonce, uses_host_buffer=True), now=0)
-    consumer.take_actions()
+    consumer.outbox.take_actions()
     consumer.peer_opened(PEER, "memory", now=0)
 
 
@@ -58,7 +58,7 @@ def waiting() -> Consumer:
     consumer.track(R1, ticket(), "T1", now=0)
     consumer.start(R1, [[5, 6]], range(0, 8), now=0)
     meet(consumer)
-    actions = consumer.take_actions()
+    actions = consumer.outbox.take_actions()
     assert len(sent(actions, Attach)) == 1
     assert of(actions, StartRead) == []
     return consumer
@@ -67,7 +67,7 @@ def waiting() -> Consumer:
 def test_nothing_is_read_before_the_producer_says_that_it_is_there() -> None:
     consumer = waiting()
     consumer.receive(CONTROL, READY, now=1)
-    assert len(of(consumer.take_actions(), StartRead)) == 1
+    assert len(of(consumer.outbox.take_actions(), StartRead)) == 1
 
 
 def test_what_is_there_before_the_blocks_is_read_when_they_come() -> None:
@@ -76,9 +76,9 @@ def test_what_is_there_before_the_blocks_is_read_when_they_come() -> None:
     meet(consumer)
     consumer.receive(CONTROL, READY, now=1)
     consumer.receive(CONTROL, READY, now=1)
-    assert of(consumer.take_actions(), StartRead) == []
+    assert of(consumer.outbox.take_actions(), StartRead) == []
     consumer.start(R1, [[5, 6]], range(0, 8), now=2)
-    assert len(of(consumer.take_actions(), StartRead)) == 1
+    assert len(of(consumer.outbox.take_actions(), StartRead)) == 1
 
 
 @pytest.mark.parametrize("message", [Ready("b", "d/r1/0"), Ready("a", "d/nobody/0")])
@@ -86,21 +86,21 @@ def test_news_of_other_leases_or_readers_is_ignored(message: Ready) -> None:
     consumer = waiting()
     consumer.receive(CONTROL, message, now=1)
     consumer.receive("tcp://elsewhere:1", READY, now=1)
-    assert of(consumer.take_actions(), StartRead) == []
+    assert of(consumer.outbox.take_actions(), StartRead) == []
 
 
 def test_news_that_comes_twice_or_late_changes_nothing() -> None:
     consumer = waiting()
     for _ in range(2):
         consumer.receive(CONTROL, READY, now=1)
-    assert len(of(consumer.take_actions(), StartRead)) == 1
+    assert len(of(consumer.outbox.take_actions(), StartRead)) == 1
     consumer.read_ended(R1, PEER, None, now=2)
     consumer.receive(CONTROL, READY, now=2)
     consumer.receive(CONTROL, Confirmed("a", "d/r1/0"), now=3)
-    assert consumer.take_events() == [TransferFinished(R1)]
-    consumer.take_actions()
+    assert consumer.outbox.take_events() == [TransferFinished(R1)]
+    consumer.outbox.take_actions()
     consumer.receive(CONTROL, READY, now=4)
-    assert (consumer.take_actions(), consumer.take_events()) == ([], [])
+    assert (consumer.outbox.take_actions(), consumer.outbox.take_events()) == ([], [])
 
 
 def test_a_producer_that_never_says_so_is_given_up_in_time() -> None:
@@ -111,7 +111,7 @@ def test_a_producer_that_never_says_so_is_given_up_in_time() -> None:
     assert failures(consumer) == []
     consumer.advance(now=100)
     assert failures(consumer) == ["the KV did not arrive within 100 s"]
-    assert sent(consumer.take_actions(), Detach) == [Detach("e1", "a", "d/r1/0")]
+    assert sent(consumer.outbox.take_actions(), Detach) == [Detach("e1", "a", "d/r1/0")]
 
 
 def test_one_that_refuses_or_is_lost_fails_the_request_as_ever() -> None:
@@ -152,18 +152,18 @@ def make_staged() -> Consumer:
 def test_the_blocks_that_were_filled_and_no_others_go_to_a_staged_engine() -> None:
     """The first block is a local prefix: the engine holds it, and the host buffer does not."""
     consumer = staged_placing(range(4, 8), [[5, 6], [2, HOLE]])
-    [place] = of(consumer.take_actions(), PlaceBlocks)
+    [place] = of(consumer.outbox.take_actions(), PlaceBlocks)
     assert isinstance(place, PlaceBlocks)
     assert (place.request, place.permutations, place.blocks) == (R1, (), ((6,), ()))
-    assert consumer.take_events() == []
+    assert consumer.outbox.take_events() == []
     consumer.placed(R1, None, now=4)
-    assert consumer.take_events() == [TransferFinished(R1)]
+    assert consumer.outbox.take_events() == [TransferFinished(R1)]
 
 
 def test_a_staged_engine_whose_copy_fails_gets_nothing() -> None:
     consumer = staged_placing(range(0, 8), [[5, 6], [2, 3]])
     consumer.placed(R1, "no memory", now=4)
-    [failed] = consumer.take_events()
+    [failed] = consumer.outbox.take_events()
     assert isinstance(failed, TransferFailed)
     assert "no memory" in failed.reason
 
@@ -173,7 +173,7 @@ def staged_placing(tokens: range, blocks: list[list[int]]) -> Consumer:
     consumer.track(
         R1, msgspec.structs.replace(ticket(), block_runs=[[(3, 2)], [(3, 2)]]), "T1", now=0
     )
-    [request] = sent(consumer.take_actions(), HandshakeRequest)
+    [request] = sent(consumer.outbox.take_actions(), HandshakeRequest)
     assert isinstance(request, HandshakeRequest)
     regions = [RegionInfo(f"l{group}", 0, 64, 64, 16, "DRAM", 0, group) for group in range(2)]
     consumer.receive(SIDE, reply(request.nonce, regions=regions), now=0)

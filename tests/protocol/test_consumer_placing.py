@@ -47,36 +47,36 @@ def placing(consumer: Consumer) -> Consumer:
 @pytest.mark.usefixtures("_other_order")
 def test_confirmed_blocks_are_put_into_our_order_before_they_are_used() -> None:
     consumer = placing(make_consumer())
-    [place] = of(consumer.take_actions(), PlaceBlocks)
+    [place] = of(consumer.outbox.take_actions(), PlaceBlocks)
     assert isinstance(place, PlaceBlocks)
     assert (place.request, place.permutations) == (R1, (PLACEMENT,))
-    assert consumer.take_events() == []
+    assert consumer.outbox.take_events() == []
     consumer.placed(R1, None, now=4)
-    assert consumer.take_events() == [TransferFinished(R1)]
+    assert consumer.outbox.take_events() == [TransferFinished(R1)]
     assert consumer.num_transfers == 0
 
 
 def test_blocks_that_came_in_our_order_are_used_at_once() -> None:
     consumer = placing(make_consumer())
-    assert of(consumer.take_actions(), PlaceBlocks) == []
-    assert consumer.take_events() == [TransferFinished(R1)]
+    assert of(consumer.outbox.take_actions(), PlaceBlocks) == []
+    assert consumer.outbox.take_events() == [TransferFinished(R1)]
 
 
 @pytest.mark.usefixtures("_other_order")
 def test_nothing_is_placed_before_all_is_confirmed() -> None:
     consumer = confirming(make_consumer())
-    assert of(consumer.take_actions(), PlaceBlocks) == []
+    assert of(consumer.outbox.take_actions(), PlaceBlocks) == []
 
 
 @pytest.mark.usefixtures("_other_order")
 def test_an_aborted_request_gives_its_blocks_back_when_nothing_writes_into_them_any_more() -> None:
     consumer = placing(make_consumer())
-    consumer.take_actions()
+    consumer.outbox.take_actions()
     consumer.abort(R1, now=4)
-    assert consumer.take_events() == [TransferAbandoned(R1, "the request was aborted")]
+    assert consumer.outbox.take_events() == [TransferAbandoned(R1, "the request was aborted")]
     consumer.placed(R1, None, now=5)
-    assert consumer.take_events() == [TransferFailed(R1, "the request was aborted")]
-    assert sent(consumer.take_actions(), Detach) == [], (
+    assert consumer.outbox.take_events() == [TransferFailed(R1, "the request was aborted")]
+    assert sent(consumer.outbox.take_actions(), Detach) == [], (
         "the producer has forgotten this reader with its confirmation"
     )
 
@@ -88,9 +88,9 @@ def test_a_producer_that_is_lost_or_changes_its_mind_takes_no_confirmed_bytes_ba
     consumer.receive(CONTROL, HeartbeatReply("e1", 1, ["a"]), now=4)
     consumer.disconnected(CONTROL, now=4)
     consumer.advance(now=1000)
-    assert all(isinstance(event, HandshakeFailed) for event in consumer.take_events())
+    assert all(isinstance(event, HandshakeFailed) for event in consumer.outbox.take_events())
     consumer.placed(R1, None, now=1000)
-    assert consumer.take_events() == [TransferFinished(R1)]
+    assert consumer.outbox.take_events() == [TransferFinished(R1)]
 
 
 @pytest.mark.usefixtures("_other_order")
@@ -107,9 +107,9 @@ def test_a_placement_that_fails_is_the_reason_whatever_happened_before() -> None
 def test_a_confirmed_request_needs_no_heartbeats_and_says_no_farewell_to_a_producer_that_came_back(
 ) -> None:  # fmt: skip
     consumer = placing(make_consumer())
-    consumer.take_actions()
+    consumer.outbox.take_actions()
     consumer.advance(now=10)
-    assert sent(consumer.take_actions(), Heartbeat) == []
+    assert sent(consumer.outbox.take_actions(), Heartbeat) == []
     consumer.disconnected(CONTROL, now=10)
     consumer.track(R2, ticket("b", 2), "T2", now=10)
     consumer.abort(R1, now=10)

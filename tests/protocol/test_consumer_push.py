@@ -78,9 +78,9 @@ def test_the_whole_way_from_registration_to_confirmation() -> None:
     consumer = make_consumer()
     assert sent(registered(consumer), PushRegistration) == [REGISTRATION]
     consumer.start(R1, [[5, 6]], range(4, 8), now=1)
-    assert consumer.take_actions() == []
+    assert consumer.outbox.take_actions() == []
     offer(consumer, ticket(), "T1", now=2)
-    actions = consumer.take_actions()
+    actions = consumer.outbox.take_actions()
     assert sent(actions, Attach) == [Attach("T1", READER, "memory")]
     [read] = of(actions, StartRead)
     assert isinstance(read, StartRead)
@@ -88,9 +88,9 @@ def test_the_whole_way_from_registration_to_confirmation() -> None:
         ([6 * 64], [4 * 64])
     ]
     consumer.read_ended(R1, PEER, None, now=3)
-    assert sent(consumer.take_actions(), Confirm) == [Confirm("e1", "a", READER, 1)]
+    assert sent(consumer.outbox.take_actions(), Confirm) == [Confirm("e1", "a", READER, 1)]
     consumer.receive(CONTROL, Confirmed("a", READER), now=4)
-    assert consumer.take_events() == [
+    assert consumer.outbox.take_events() == [
         PrefillCompleted(R1, num_tokens=4, num_left=4, landed_bytes=0),
         TransferFinished(R1),
     ]
@@ -110,24 +110,24 @@ def test_a_request_is_registered_and_attached_long_before_it_has_blocks() -> Non
     consumer = make_consumer()
     registered(consumer)
     offer(consumer, ticket(), "T1", now=1)
-    assert sent(consumer.take_actions(), Attach)
+    assert sent(consumer.outbox.take_actions(), Attach)
     consumer.start(R1, [[5, 6]], range(0, 8), now=50)
-    assert of(consumer.take_actions(), StartRead)
+    assert of(consumer.outbox.take_actions(), StartRead)
 
 
 def test_heartbeats_renew_the_registration_and_then_the_lease_by_its_own_name() -> None:
     consumer = make_consumer()
     registered(consumer)
     consumer.advance(now=5)
-    assert sent(consumer.take_actions(), Heartbeat) == [Heartbeat("e1", 1, [READER])]
+    assert sent(consumer.outbox.take_actions(), Heartbeat) == [Heartbeat("e1", 1, [READER])]
     consumer.receive(CONTROL, HeartbeatReply("e1", 1, []), now=5)
     offer(consumer, ticket(), "T1", now=6)
-    consumer.take_actions()
+    consumer.outbox.take_actions()
     consumer.advance(now=11)
-    assert sent(consumer.take_actions(), Heartbeat) == [Heartbeat("e1", 1, ["a"])]
+    assert sent(consumer.outbox.take_actions(), Heartbeat) == [Heartbeat("e1", 1, ["a"])]
     consumer.receive(CONTROL, HeartbeatReply("e1", 1, [READER]), now=11)
     consumer.start(R1, [[5, 6]], range(0, 8), now=12)
-    assert of(consumer.take_actions(), StartRead), (
+    assert of(consumer.outbox.take_actions(), StartRead), (
         "that the registration is gone says nothing of the lease"
     )
 
@@ -166,18 +166,18 @@ def test_an_abort_before_the_offer_frees_at_once_and_tells_the_producer(has_bloc
     if has_blocks:
         consumer.start(R1, [[5, 6]], range(0, 8), now=0)
     consumer.abort(R1, now=1)
-    assert sent(consumer.take_actions(), PushCancel) == [CANCEL]
+    assert sent(consumer.outbox.take_actions(), PushCancel) == [CANCEL]
     assert failures(consumer) == ["the request was aborted"] * has_blocks
     assert (consumer.num_transfers, consumer.next_deadline()) == (0, None)
     offer(consumer, ticket(), "T1", now=2)
-    assert consumer.take_actions() == []
+    assert consumer.outbox.take_actions() == []
 
 
 def test_a_full_local_hit_releases_the_producer_at_once_also_before_the_handshake_is_over() -> None:
     consumer = make_consumer()
     registered(consumer)
     consumer.settle(R1, now=1)
-    assert sent(consumer.take_actions(), PushCancel) == [CANCEL]
+    assert sent(consumer.outbox.take_actions(), PushCancel) == [CANCEL]
     consumer = make_consumer()
     expect(consumer)
     consumer.settle(R1, now=0)
@@ -190,9 +190,9 @@ def test_an_abort_after_the_offer_detaches() -> None:
     consumer = make_consumer()
     registered(consumer)
     offer(consumer, ticket(), "T1", now=1)
-    consumer.take_actions()
+    consumer.outbox.take_actions()
     consumer.abort(R1, now=2)
-    assert sent(consumer.take_actions(), Detach) == [Detach("e1", "a", READER)]
+    assert sent(consumer.outbox.take_actions(), Detach) == [Detach("e1", "a", READER)]
 
 
 def test_the_wait_for_the_offer_has_a_deadline_of_its_own_and_the_rest_another() -> None:
@@ -213,7 +213,7 @@ def test_the_wait_for_the_offer_has_a_deadline_of_its_own_and_the_rest_another()
 def answer_heartbeats(consumer: Consumer, until: int) -> None:
     for second in range(until):
         consumer.advance(now=second)
-        for beat in sent(consumer.take_actions(), Heartbeat):
+        for beat in sent(consumer.outbox.take_actions(), Heartbeat):
             assert isinstance(beat, Heartbeat)
             consumer.receive(CONTROL, HeartbeatReply("e1", beat.beat, []), now=second)
 
@@ -232,7 +232,7 @@ def test_the_kv_of_another_prompt_is_never_read(prompt: list[int], end: int, sha
         f"the prefill was of another prompt or of other weights: {shared} tokens are known to be "
         f"the same, but {end} are needed"
     ]
-    assert of(consumer.take_actions(), StartRead) == []
+    assert of(consumer.outbox.take_actions(), StartRead) == []
 
 
 def test_an_offer_of_another_life_or_to_somebody_else_changes_nothing() -> None:
@@ -240,10 +240,10 @@ def test_an_offer_of_another_life_or_to_somebody_else_changes_nothing() -> None:
     registered(consumer)
     offer(consumer, ticket(epoch="e2"), "T1", now=1)
     offer(consumer, ticket(), "T1", now=1, reader="d/other/0")
-    assert consumer.take_actions() == []
+    assert consumer.outbox.take_actions() == []
     offer(consumer, ticket(), "T1", now=2)
     offer(consumer, ticket("b", 2), "T2", now=3)
-    assert sent(consumer.take_actions(), Attach) == [Attach("T1", READER, "memory")]
+    assert sent(consumer.outbox.take_actions(), Attach) == [Attach("T1", READER, "memory")]
 
 
 # -- behind a router that signs nothing --
@@ -269,9 +269,9 @@ def test_a_producer_known_by_its_address_says_which_life_it_is() -> None:
     expect_from(consumer)
     assert sent(connect(consumer), PushRegistration) == [UNSIGNED]
     offer(consumer, ticket(), "T1", now=2)
-    assert sent(consumer.take_actions(), Attach) == [Attach("T1", READER, "memory")]
+    assert sent(consumer.outbox.take_actions(), Attach) == [Attach("T1", READER, "memory")]
     expect_from(consumer, R2, now=3)
-    [second] = sent(consumer.take_actions(), PushRegistration)
+    [second] = sent(consumer.outbox.take_actions(), PushRegistration)
     assert isinstance(second, PushRegistration)
     assert (second.epoch, second.request_id, consumer.num_peers) == ("e1", "r2", 1), (
         "nobody shakes hands twice"
@@ -281,16 +281,16 @@ def test_a_producer_known_by_its_address_says_which_life_it_is() -> None:
 def test_a_producer_known_by_its_address_may_turn_out_to_be_one_that_is_known_well() -> None:
     consumer = make_consumer()
     expect_from(consumer)
-    [asked] = sent(consumer.take_actions(), HandshakeRequest)
+    [asked] = sent(consumer.outbox.take_actions(), HandshakeRequest)
     assert isinstance(asked, HandshakeRequest)
     consumer.track(R2, ticket("b"), "T2", now=0)
-    [other] = sent(consumer.take_actions(), HandshakeRequest)
+    [other] = sent(consumer.outbox.take_actions(), HandshakeRequest)
     assert isinstance(other, HandshakeRequest)
     consumer.receive("tcp://p-host:5600", reply(other.nonce), now=0)
     consumer.peer_opened(PEER, "memory", now=0)
-    assert sent(consumer.take_actions(), PushRegistration) == []
+    assert sent(consumer.outbox.take_actions(), PushRegistration) == []
     consumer.receive("tcp://p-host:5600", reply(asked.nonce), now=1)
-    assert sent(consumer.take_actions(), PushRegistration) == [UNSIGNED]
+    assert sent(consumer.outbox.take_actions(), PushRegistration) == [UNSIGNED]
     assert consumer.num_peers == 1
 
 
@@ -319,16 +319,16 @@ def test_another_engine_at_that_address_fails_the_request_and_is_not_asked_again
 ) -> None:
     consumer = make_consumer()
     expect_from(consumer)
-    [asked] = sent(consumer.take_actions(), HandshakeRequest)
+    [asked] = sent(consumer.outbox.take_actions(), HandshakeRequest)
     assert isinstance(asked, HandshakeRequest)
     consumer.receive(
         "tcp://p-host:5600", msgspec.structs.replace(reply(asked.nonce), **changes), now=0
     )
     consumer.start(R1, [[5, 6]], range(0, 8), now=0)
     assert "answers at this address, but the router named engine p" in failures(consumer)[0]
-    consumer.take_actions()
+    consumer.outbox.take_actions()
     expect_from(consumer, R2, now=0.1)
-    assert sent(consumer.take_actions(), HandshakeRequest) == []
+    assert sent(consumer.outbox.take_actions(), HandshakeRequest) == []
     assert (consumer.num_peers, consumer.num_transfers) == (0, 1)
 
 
@@ -406,11 +406,11 @@ class PushMachine(RuleBasedStateMachine):
 
     @invariant()
     def ends_are_right(self) -> None:
-        for action in self.consumer.take_actions():
+        for action in self.consumer.outbox.take_actions():
             if isinstance(action, StartRead):
                 self.open_reads.add(action.request)
             assert not isinstance(action, StopRead) or action.request in self.open_reads
-        for event in self.consumer.take_events():
+        for event in self.consumer.outbox.take_events():
             if isinstance(event, TransferFinished | TransferFailed):
                 assert event.request in self.with_blocks - self.ended, (
                     "ended twice, or without blocks"

@@ -106,11 +106,11 @@ def answer(request: HandshakeRequest, tp_size: int) -> HandshakeReply:
 
 def connect(consumer: Consumer, tp_size: int) -> list[Action]:
     """Answer all pending handshake requests and open the transports."""
-    for request in sent(consumer.take_actions(), HandshakeRequest):
+    for request in sent(consumer.outbox.take_actions(), HandshakeRequest):
         assert isinstance(request, HandshakeRequest)
         consumer.receive(SIDE, answer(request, tp_size), now=0)
         consumer.peer_opened(peer(request.tp_rank), "memory", now=0)
-    return consumer.take_actions()
+    return consumer.outbox.take_actions()
 
 
 def tracked(tp_size: int, consumer: Consumer | None = None) -> tuple[Consumer, list[Action]]:
@@ -138,7 +138,7 @@ def test_each_rank_is_attached_read_and_asked_to_confirm() -> None:
     assert addresses(actions, Attach) == [control(0), control(1)]
     assert sent(actions, Attach) == [Attach("T1", "d/r1/0", "memory")] * 2
     consumer.start(R1, [[5, 6]], range(0, 8), now=1)
-    reads = [action for action in consumer.take_actions() if isinstance(action, StartRead)]
+    reads = [action for action in consumer.outbox.take_actions() if isinstance(action, StartRead)]
     found = {
         (r.peer.tp_rank, p.segment_bytes, *p.local_offsets, *p.remote_offsets)
         for r in reads
@@ -146,20 +146,20 @@ def test_each_rank_is_attached_read_and_asked_to_confirm() -> None:
     }
     assert found == {(0, 64, 640, 768, 192, 256), (1, 64, 704, 832, 192, 256)}
     consumer.read_ended(R1, peer(1), None, now=2)
-    assert addresses(consumer.take_actions(), Confirm) == []
+    assert addresses(consumer.outbox.take_actions(), Confirm) == []
     consumer.read_ended(R1, peer(0), None, now=2)
-    assert addresses(consumer.take_actions(), Confirm) == [control(0), control(1)]
+    assert addresses(consumer.outbox.take_actions(), Confirm) == [control(0), control(1)]
     consumer.receive(control(0), Confirmed("a", "d/r1/0"), now=3)
     consumer.receive(control(0), Confirmed("a", "d/r1/0"), now=3)
-    assert consumer.take_events() == []
+    assert consumer.outbox.take_events() == []
     consumer.receive(control(1), Confirmed("a", "d/r1/0"), now=3)
-    assert consumer.take_events() == [TransferFinished(R1)]
+    assert consumer.outbox.take_events() == [TransferFinished(R1)]
     assert consumer.next_deadline() is None
 
 
 def test_a_rank_that_has_nothing_for_us_is_visited_and_not_read() -> None:
     consumer = reading(4)
-    reads = [action for action in consumer.take_actions() if isinstance(action, StartRead)]
+    reads = [action for action in consumer.outbox.take_actions() if isinstance(action, StartRead)]
     assert [(read.peer.tp_rank, bool(read.segments)) for read in reads] == [
         (0, True),
         (1, False),
@@ -181,33 +181,33 @@ def test_one_rank_that_refuses_fails_the_request_and_the_others_are_told() -> No
     consumer = reading(2)
     for rank in range(2):
         consumer.read_ended(R1, peer(rank), None, now=2)
-    consumer.take_actions()
+    consumer.outbox.take_actions()
     consumer.receive(control(0), Confirmed("a", "d/r1/0"), now=3)
     consumer.receive(control(1), Refused("a", "d/r1/0", "over"), now=3)
     assert failures(consumer) == ["the producer refused: over"]
-    assert addresses(consumer.take_actions(), Detach) == [control(0), control(1)]
+    assert addresses(consumer.outbox.take_actions(), Detach) == [control(0), control(1)]
 
 
 def test_a_read_that_fails_on_one_rank_stops_the_other_and_says_goodbye_to_both() -> None:
     consumer = reading(2)
-    consumer.take_actions()
+    consumer.outbox.take_actions()
     consumer.read_ended(R1, peer(0), "broken", now=2)
-    assert of(consumer.take_actions(), StopRead) == [StopRead(R1, peer(1))]
+    assert of(consumer.outbox.take_actions(), StopRead) == [StopRead(R1, peer(1))]
     assert failures(consumer) == []
     consumer.read_ended(R1, peer(1), "cancelled", now=3)
     assert failures(consumer) == ["reading from the producer failed: broken"]
-    actions = consumer.take_actions()
+    actions = consumer.outbox.take_actions()
     assert addresses(actions, Detach) == [control(0), control(1)]
     assert of(actions, ClosePeer) == [ClosePeer(peer(rank), control(rank)) for rank in range(2)]
     consumer.track(R2, ticket(2, "b", 2), "T2", now=3)
-    assert len(sent(consumer.take_actions(), HandshakeRequest)) == 2
+    assert len(sent(consumer.outbox.take_actions(), HandshakeRequest)) == 2
 
 
 def test_a_connection_lost_to_one_rank_ends_the_reads_from_all() -> None:
     consumer = reading(2)
-    consumer.take_actions()
+    consumer.outbox.take_actions()
     consumer.disconnected(control(1), now=2)
-    actions = consumer.take_actions()
+    actions = consumer.outbox.take_actions()
     assert of(actions, ClosePeer) == [ClosePeer(peer(rank), control(rank)) for rank in range(2)]
     assert {action.peer for action in actions if isinstance(action, StopRead)} == {peer(0), peer(1)}
     for rank in range(2):
@@ -220,7 +220,7 @@ def test_every_rank_has_to_answer_heartbeats() -> None:
     consumer, _ = tracked(2)
     for now in (5, 10, 15, 20):
         consumer.advance(now)
-        beats = sent(consumer.take_actions(), Heartbeat)
+        beats = sent(consumer.outbox.take_actions(), Heartbeat)
         consumer.receive(control(0), HeartbeatReply("e1", now // 5, []), now)
         assert beats == ([Heartbeat("e1", now // 5, ["a"])] * 2 if now < 20 else [])
     consumer.start(R1, [[5, 6]], range(0, 8), now=21)
@@ -368,7 +368,7 @@ class RanksMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_request_with_blocks_ends_once(self) -> None:
-        for action in self.consumer.take_actions():
+        for action in self.consumer.outbox.take_actions():
             match action:
                 case StartRead(request=request, peer=PeerId(tp_rank=rank)):
                     self.reads.add((request, rank))
@@ -380,7 +380,7 @@ class RanksMachine(RuleBasedStateMachine):
                     )
                 case OpenPeer(peer=PeerId(tp_rank=rank)):
                     self.opening.append(rank)
-        for event in self.consumer.take_events():
+        for event in self.consumer.outbox.take_events():
             if isinstance(event, HandshakeFailed | TransferAbandoned):
                 continue
             assert isinstance(event, TransferFinished | TransferFailed)

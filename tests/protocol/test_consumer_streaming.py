@@ -54,14 +54,16 @@ def waiting() -> Consumer:
     expect(consumer, tokens=WHOLE)
     connect(consumer)
     consumer.start(R1, [[1, 2, 3, 4]], range(0, 16), now=0)
-    consumer.take_actions()
+    consumer.outbox.take_actions()
     return consumer
 
 
 def blocks_read(consumer: Consumer) -> list[tuple[list[int], list[int]]]:
     """Return the local and the remote blocks of each read that the consumer started."""
     reads = [
-        action for action in of(consumer.take_actions(), StartRead) if isinstance(action, StartRead)
+        action
+        for action in of(consumer.outbox.take_actions(), StartRead)
+        if isinstance(action, StartRead)
     ]
     return [
         (
@@ -81,7 +83,7 @@ def test_each_block_is_read_once_as_it_comes_and_confirmed_at_the_end() -> None:
     offer(consumer, 4)
     assert blocks_read(consumer) == [([1], [3])]
     ended(consumer)
-    assert consumer.take_actions() == []
+    assert consumer.outbox.take_actions() == []
     offer(consumer, 12)
     assert blocks_read(consumer) == [([2, 3], [4, 5])]
     offer(consumer, 16)
@@ -89,9 +91,9 @@ def test_each_block_is_read_once_as_it_comes_and_confirmed_at_the_end() -> None:
     ended(consumer)
     assert blocks_read(consumer) == [([4], [6])]
     ended(consumer)
-    assert sent(consumer.take_actions(), Confirm) == [Confirm("e1", "a", READER, 1)]
+    assert sent(consumer.outbox.take_actions(), Confirm) == [Confirm("e1", "a", READER, 1)]
     consumer.receive(CONTROL, Confirmed("a", READER), now=2)
-    assert consumer.take_events() == [
+    assert consumer.outbox.take_events() == [
         PrefillCompleted(R1, num_tokens=16, num_left=12, landed_bytes=64),
         TransferFinished(R1),
     ]
@@ -103,7 +105,7 @@ def test_late_blocks_catch_up_in_one_read() -> None:
     connect(consumer)
     for ready in (4, 8, 12):
         offer(consumer, ready)
-    assert len(sent(consumer.take_actions(), Attach)) == 1
+    assert len(sent(consumer.outbox.take_actions(), Attach)) == 1
     consumer.start(R1, [[1, 2, 3, 4]], range(0, 16), now=0)
     assert blocks_read(consumer) == [([1, 2, 3], [3, 4, 5])]
 
@@ -125,10 +127,10 @@ def test_a_prefill_that_goes_on_is_not_given_up_and_one_that_stands_still_is() -
     ended(consumer, now=0)
     offer(consumer, 8, now=470)
     ended(consumer, now=470)
-    consumer.take_actions()
+    consumer.outbox.take_actions()
     for second in range(471, 951):
         consumer.advance(now=second)
-        for beat in sent(consumer.take_actions(), Heartbeat):
+        for beat in sent(consumer.outbox.take_actions(), Heartbeat):
             assert isinstance(beat, Heartbeat)
             consumer.receive(CONTROL, HeartbeatReply("e1", beat.beat, []), now=second)
     assert failures(consumer) == ["the prefill made no progress within 480 s"]
@@ -142,7 +144,7 @@ def test_a_withdrawn_prefill_is_read_anew_from_the_start(is_reading: bool) -> No
     if not is_reading:
         ended(consumer)
     consumer.receive(CONTROL, PushWithdrawal(READER, 1), now=2)
-    actions = consumer.take_actions()
+    actions = consumer.outbox.take_actions()
     if is_reading:
         assert of(actions, StopRead) == [StopRead(R1, PEER)]
         assert sent(actions, PushRegistration) == [], (
@@ -150,31 +152,31 @@ def test_a_withdrawn_prefill_is_read_anew_from_the_start(is_reading: bool) -> No
         )
         offer(consumer, 4, now=2, serial=1)
         ended(consumer, "cancelled", now=3)
-        actions = consumer.take_actions()
+        actions = consumer.outbox.take_actions()
     assert len(sent(actions, PushRegistration)) == 1
-    assert consumer.take_events() == []
+    assert consumer.outbox.take_events() == []
     offer(consumer, 16, now=3, serial=1)
-    assert consumer.take_actions() == [], "an offer of before"
+    assert consumer.outbox.take_actions() == [], "an offer of before"
     offer(consumer, 16, now=4, serial=2)
-    actions = consumer.take_actions()
+    actions = consumer.outbox.take_actions()
     assert len(sent(actions, Attach)) == 1
     [read] = of(actions, StartRead)
     assert isinstance(read, StartRead)
     assert [list(segments.local_offsets // 64) for segments in read.segments] == [[1, 2, 3, 4]]
     ended(consumer, now=5)
     consumer.receive(CONTROL, Confirmed("a", READER), now=6)
-    assert TransferFinished(R1) in consumer.take_events()
+    assert TransferFinished(R1) in consumer.outbox.take_events()
 
 
 def test_a_withdrawal_before_there_are_blocks_is_waited_out() -> None:
     consumer = make_consumer()
     registered(consumer)
     consumer.offered(CONTROL, READER, ticket(), "T1", 4, 0)
-    consumer.take_actions()
+    consumer.outbox.take_actions()
     consumer.receive(CONTROL, PushWithdrawal(READER, 1), now=1)
-    assert len(sent(consumer.take_actions(), PushRegistration)) == 1
+    assert len(sent(consumer.outbox.take_actions(), PushRegistration)) == 1
     consumer.abort(R1, now=2)
-    assert len(sent(consumer.take_actions(), PushCancel)) == 1
+    assert len(sent(consumer.outbox.take_actions(), PushCancel)) == 1
     assert consumer.next_deadline() is None
 
 
@@ -184,7 +186,7 @@ def test_a_withdrawal_of_another_offer_changes_nothing() -> None:
     offer(consumer, 16)
     assert blocks_read(consumer) == [([1, 2, 3, 4], [3, 4, 5, 6])]
     consumer.receive(CONTROL, PushWithdrawal(READER, 7), now=0)
-    assert consumer.take_actions() == []
+    assert consumer.outbox.take_actions() == []
 
 
 @pytest.mark.parametrize("is_reading", [True, False])
@@ -206,7 +208,7 @@ def test_an_answer_that_crossed_the_withdrawal_changes_nothing(is_reading: bool)
         CONTROL, Refused("a", READER, "the lease ended before the read was confirmed", 1), now=5
     )
     ended(consumer, now=6)
-    assert sent(consumer.take_actions(), Confirm) == [Confirm("e1", "a", READER, 2)]
+    assert sent(consumer.outbox.take_actions(), Confirm) == [Confirm("e1", "a", READER, 2)]
     consumer.receive(CONTROL, Refused("a", READER, "the lease has ended", 2), now=7)
     assert failures(consumer) == ["the producer refused: the lease has ended"]
 
@@ -237,7 +239,7 @@ def test_an_abort_while_what_was_withdrawn_is_still_being_read_waits_for_its_end
     offer(consumer, 8)
     consumer.receive(CONTROL, PushWithdrawal(READER, 1), now=1)
     consumer.abort(R1, now=2)
-    assert consumer.take_events() == [TransferAbandoned(R1, "the request was aborted")]
+    assert consumer.outbox.take_events() == [TransferAbandoned(R1, "the request was aborted")]
     ended(consumer, "cancelled", now=3)
     assert failures(consumer) == ["the request was aborted"]
     assert consumer.num_transfers == 0
@@ -247,10 +249,10 @@ def test_a_failure_between_two_blocks_is_one_at_once() -> None:
     consumer = waiting()
     offer(consumer, 8)
     ended(consumer)
-    consumer.take_actions()
+    consumer.outbox.take_actions()
     consumer.receive(CONTROL, Refused("a", READER, "it was aborted"), now=2)
     assert failures(consumer) == ["the producer refused: it was aborted"]
-    assert sent(consumer.take_actions(), Detach) == [Detach("e1", "a", READER)]
+    assert sent(consumer.outbox.take_actions(), Detach) == [Detach("e1", "a", READER)]
 
 
 def test_segments_cover_every_byte_once_however_the_offers_come() -> None:
@@ -270,7 +272,7 @@ def silent_until(consumer: Consumer, seconds: range) -> list[str]:
     """Return the failures while the producer answers heartbeats and sends no other message."""
     for second in seconds:
         consumer.advance(now=second)
-        for beat in sent(consumer.take_actions(), Heartbeat):
+        for beat in sent(consumer.outbox.take_actions(), Heartbeat):
             assert isinstance(beat, Heartbeat)
             consumer.receive(CONTROL, HeartbeatReply("e1", beat.beat, []), now=second)
     return failures(consumer)
@@ -283,7 +285,7 @@ def test_blocks_that_come_after_the_first_offer_leave_the_producer_as_much_time(
     offer(consumer, 4)
     consumer.start(R1, [[1, 2, 3, 4]], range(16), now=10)
     ended(consumer, now=10)
-    consumer.take_actions()
+    consumer.outbox.take_actions()
     assert silent_until(consumer, range(11, 490)) == []
     assert silent_until(consumer, range(490, 492)) == ["the prefill made no progress within 480 s"]
 
@@ -298,7 +300,7 @@ def test_a_producer_that_only_repeats_itself_is_given_up() -> None:
         consumer.receive(CONTROL, PushWithdrawal(READER, serial), now=again)
         offer(consumer, 4, now=again, serial=serial + 1)
         ended(consumer, now=again)
-    consumer.take_actions()
+    consumer.outbox.take_actions()
     assert silent_until(consumer, range(451, 482)) == ["the prefill made no progress within 480 s"]
 
 
@@ -317,7 +319,7 @@ def test_an_older_offer_sets_nothing_back() -> None:
     connect(consumer)
     for ready in (4, 16, 4):
         offer(consumer, ready)
-    consumer.take_actions()
+    consumer.outbox.take_actions()
     consumer.start(R1, [[1, 2, 3, 4]], range(16), now=0)
     assert blocks_read(consumer) == [([1, 2, 3, 4], [3, 4, 5, 6])]
 
@@ -326,7 +328,7 @@ def test_what_is_left_when_the_prefill_is_over_is_what_has_not_landed() -> None:
     consumer = waiting()
     offer(consumer, 12)
     offer(consumer, 16)
-    assert consumer.take_events() == [
+    assert consumer.outbox.take_events() == [
         PrefillCompleted(R1, num_tokens=16, num_left=16, landed_bytes=0)
     ]
     consumer = make_consumer()
@@ -334,6 +336,6 @@ def test_what_is_left_when_the_prefill_is_over_is_what_has_not_landed() -> None:
     connect(consumer)
     offer(consumer, 16)
     consumer.start(R1, [[1, 2, 3, 4]], range(16), now=0)
-    assert consumer.take_events() == [
+    assert consumer.outbox.take_events() == [
         PrefillCompleted(R1, num_tokens=16, num_left=16, landed_bytes=0)
     ], "also when the blocks come last"

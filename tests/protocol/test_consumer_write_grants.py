@@ -69,19 +69,19 @@ def written(consumer: Consumer, now: float = 2) -> None:
 
 def test_blocks_are_lent_as_soon_as_there_are_some_and_used_once_they_are_back() -> None:
     consumer = lender()
-    actions = consumer.take_actions()
+    actions = consumer.outbox.take_actions()
     assert of(actions, GrantWrites) == [GrantWrites("memory", 1, ((5, 6),))]
     [registration] = sent(actions, PushRegistration)
     assert isinstance(registration, PushRegistration)
     assert registration.write is not None
     assert (registration.write.grant_id, registration.write.local_block_ids) == (1, [[5, 6]])
     consumer.receive(CONTROL, Written(READER, 1, 4, is_last=False), now=2)
-    assert (consumer.take_actions(), consumer.take_events()) == ([], [])
+    assert (consumer.outbox.take_actions(), consumer.outbox.take_events()) == ([], [])
     written(consumer)
-    assert consumer.take_actions() == [TAKE_BACK]
-    assert consumer.take_events() == [PrefillCompleted(R1, 8, 4, 64)]
+    assert consumer.outbox.take_actions() == [TAKE_BACK]
+    assert consumer.outbox.take_events() == [PrefillCompleted(R1, 8, 4, 64)]
     consumer.writes_revoked(R1, 1, now=3)
-    assert consumer.take_events() == [TransferFinished(R1)]
+    assert consumer.outbox.take_events() == [TransferFinished(R1)]
     assert (consumer.num_transfers, consumer.next_deadline()) == (0, None)
 
 
@@ -90,7 +90,7 @@ def test_what_was_written_without_a_fence_is_used_at_once_for_the_producer_has_s
 ):
     consumer = lender(is_fenced=False)
     written(consumer)
-    assert consumer.take_events() == [PrefillCompleted(R1, 8, 4, 64), TransferFinished(R1)]
+    assert consumer.outbox.take_events() == [PrefillCompleted(R1, 8, 4, 64), TransferFinished(R1)]
 
 
 @pytest.mark.parametrize("is_fenced", [True, False])
@@ -98,31 +98,31 @@ def test_an_aborted_request_keeps_its_blocks_until_nothing_can_be_written_into_t
     is_fenced: bool,
 ) -> None:
     consumer = lender(is_fenced)
-    consumer.take_actions()
+    consumer.outbox.take_actions()
     consumer.abort(R1, now=2)
-    actions = consumer.take_actions()
+    actions = consumer.outbox.take_actions()
     assert (of(actions, RevokeWrites), sent(actions, Revoke)) == ([TAKE_BACK] * is_fenced, [REVOKE])
-    assert consumer.take_events() == [TransferAbandoned(R1, "the request was aborted")]
+    assert consumer.outbox.take_events() == [TransferAbandoned(R1, "the request was aborted")]
     if is_fenced:
         consumer.receive(CONTROL, Revoked(READER, 1), now=3)
-        assert consumer.take_events() == [], "its own fence is the better witness"
+        assert consumer.outbox.take_events() == [], "its own fence is the better witness"
         consumer.writes_revoked(R1, 1, now=3)
     else:
         consumer.receive(CONTROL, Revoked(READER, 2), now=3)
-        assert consumer.take_events() == []
+        assert consumer.outbox.take_events() == []
         consumer.receive(CONTROL, Revoked(READER, 1), now=3)
-    assert consumer.take_events() == [TransferFailed(R1, "the request was aborted")]
-    assert sent(consumer.take_actions(), PushCancel) == [CANCEL]
+    assert consumer.outbox.take_events() == [TransferFailed(R1, "the request was aborted")]
+    assert sent(consumer.outbox.take_actions(), PushCancel) == [CANCEL]
     assert (consumer.num_transfers, consumer.next_deadline()) == (0, None)
 
 
 def test_without_a_fence_a_silent_producer_is_asked_again_and_waited_for_ten_leases_more() -> None:
     consumer = lender(is_fenced=False)
     consumer.abort(R1, now=2)
-    consumer.take_actions()
+    consumer.outbox.take_actions()
     consumer.advance(now=3)
-    assert sent(consumer.take_actions(), Revoke) == [REVOKE]
-    consumer.take_events()
+    assert sent(consumer.outbox.take_actions(), Revoke) == [REVOKE]
+    consumer.outbox.take_events()
     consumer.advance(now=2 + 11 * LEASE_S - 0.1)
     assert failures(consumer) == []
     consumer.advance(now=2 + 11 * LEASE_S + 1)
@@ -131,10 +131,10 @@ def test_without_a_fence_a_silent_producer_is_asked_again_and_waited_for_ten_lea
 
 def test_without_a_fence_a_producer_that_lives_anew_has_surely_stopped() -> None:
     consumer = lender(is_fenced=False)
-    consumer.take_actions()
+    consumer.outbox.take_actions()
     consumer.disconnected(CONTROL, now=2)
     assert failures(consumer) == []
-    [request] = sent(consumer.take_actions(), HandshakeRequest)
+    [request] = sent(consumer.outbox.take_actions(), HandshakeRequest)
     assert isinstance(request, HandshakeRequest)
     consumer.receive(SIDE, msgspec.structs.replace(reply(request.nonce), epoch="e2"), now=5)
     assert failures(consumer) == [f"the connection to {CONTROL} was lost"]
@@ -143,18 +143,18 @@ def test_without_a_fence_a_producer_that_lives_anew_has_surely_stopped() -> None
 def test_a_report_that_arrives_while_the_handshake_runs_again_is_ignored() -> None:
     consumer = lender(is_fenced=False)
     consumer.disconnected(CONTROL, now=2)
-    consumer.take_actions()
+    consumer.outbox.take_actions()
     consumer.receive(CONTROL, Revoked(READER, 1), now=3)
-    assert (consumer.take_actions(), failures(consumer)) == ([], [])
+    assert (consumer.outbox.take_actions(), failures(consumer)) == ([], [])
 
 
 def test_with_a_fence_the_bytes_of_a_producer_that_lives_anew_are_waited_for_too() -> None:
     """The old incarnation has ended, but the transport may still be receiving the bytes it sent."""
     consumer = lender()
-    consumer.take_actions()
+    consumer.outbox.take_actions()
     consumer.disconnected(CONTROL, now=2)
     expect(consumer, R2, now=2)
-    [request] = sent(consumer.take_actions(), HandshakeRequest)
+    [request] = sent(consumer.outbox.take_actions(), HandshakeRequest)
     assert isinstance(request, HandshakeRequest)
     consumer.receive(SIDE, msgspec.structs.replace(reply(request.nonce), epoch="e2"), now=3)
     assert failures(consumer) == []
@@ -167,12 +167,12 @@ def test_a_producer_that_gives_back_what_it_was_not_asked_for_has_not_written_it
     is_fenced: bool,
 ) -> None:
     consumer = lender(is_fenced)
-    consumer.take_actions()
+    consumer.outbox.take_actions()
     consumer.receive(CONTROL, Revoked(READER, 1), now=2)
     written(consumer)
     consumer.writes_revoked(R1, 1, now=3)
-    assert consumer.take_events() == []
-    assert sent(consumer.take_actions(), PushRegistration) == [REGISTRATION]
+    assert consumer.outbox.take_events() == []
+    assert sent(consumer.outbox.take_actions(), PushRegistration) == [REGISTRATION]
 
 
 def test_a_request_whose_blocks_fill_more_than_a_message_reads(
@@ -180,7 +180,7 @@ def test_a_request_whose_blocks_fill_more_than_a_message_reads(
 ) -> None:
     monkeypatch.setattr("kvferry.protocol.consumer.write_grants.MAX_GRANTED_BLOCKS", 1)
     consumer = lender()
-    assert of(consumer.take_actions(), GrantWrites) == []
+    assert of(consumer.outbox.take_actions(), GrantWrites) == []
 
 
 def test_as_many_blocks_as_are_lent_at_most_fit_into_a_message() -> None:
@@ -202,23 +202,23 @@ def test_as_many_blocks_as_are_lent_at_most_fit_into_a_message() -> None:
 
 def test_what_cannot_be_written_is_read_once_the_blocks_are_back() -> None:
     consumer = lender()
-    consumer.take_actions()
+    consumer.outbox.take_actions()
     consumer.receive(CONTROL, WriteFailed(READER, 1, "no way"), now=2)
-    assert of(consumer.take_actions(), RevokeWrites) == [TAKE_BACK]
+    assert of(consumer.outbox.take_actions(), RevokeWrites) == [TAKE_BACK]
     offer(consumer, ticket(), "T1", now=2)
-    assert consumer.take_actions() == []
+    assert consumer.outbox.take_actions() == []
     consumer.writes_revoked(R1, 1, now=3)
-    assert sent(consumer.take_actions(), PushRegistration) == [REGISTRATION]
+    assert sent(consumer.outbox.take_actions(), PushRegistration) == [REGISTRATION]
     offer(consumer, ticket(), "T1", now=4)
-    assert of(consumer.take_actions(), StartRead)
-    assert consumer.take_events() == [PrefillCompleted(R1, 8, 8, 0)]
+    assert of(consumer.outbox.take_actions(), StartRead)
+    assert consumer.outbox.take_events() == [PrefillCompleted(R1, 8, 8, 0)]
 
 
 def test_an_offer_that_crosses_the_loan_is_not_read() -> None:
     consumer = lender()
-    consumer.take_actions()
+    consumer.outbox.take_actions()
     offer(consumer, ticket(), "T1", now=2)
-    assert consumer.take_actions() == []
+    assert consumer.outbox.take_actions() == []
 
 
 def test_a_request_that_was_offered_its_kv_before_it_had_blocks_reads_it() -> None:
@@ -229,7 +229,7 @@ def test_a_request_that_was_offered_its_kv_before_it_had_blocks_reads_it() -> No
     connect(consumer)
     offer(consumer, ticket(), "T1", now=1)
     consumer.start(R1, [[5, 6]], range(0, 8), now=2)
-    actions = consumer.take_actions()
+    actions = consumer.outbox.take_actions()
     assert of(actions, StartRead)
     assert of(actions, GrantWrites) == []
 
@@ -239,7 +239,7 @@ def test_whatever_goes_wrong_the_blocks_are_taken_back_before_they_are_given_up(
     trouble: str,
 ) -> None:
     consumer = lender()
-    consumer.take_actions()
+    consumer.outbox.take_actions()
     match trouble:
         case "lost":
             consumer.disconnected(CONTROL, now=2)
@@ -250,11 +250,11 @@ def test_whatever_goes_wrong_the_blocks_are_taken_back_before_they_are_given_up(
         case "deadline":
             for now in range(5, 487, 5):
                 consumer.advance(now)
-                for beat in sent(consumer.take_actions(), Heartbeat):
+                for beat in sent(consumer.outbox.take_actions(), Heartbeat):
                     assert isinstance(beat, Heartbeat)
                     consumer.receive(CONTROL, HeartbeatReply("e1", beat.beat, []), now)
     if trouble != "deadline":
-        assert of(consumer.take_actions(), RevokeWrites) == [TAKE_BACK]
+        assert of(consumer.outbox.take_actions(), RevokeWrites) == [TAKE_BACK]
     assert failures(consumer) == []
     consumer.writes_revoked(R1, 1, now=500)
     assert len(failures(consumer)) == 1
@@ -264,7 +264,7 @@ def test_whatever_goes_wrong_the_blocks_are_taken_back_before_they_are_given_up(
 @pytest.mark.parametrize("what", ["written", "failed", "revoked"])
 def test_words_about_another_loan_or_from_somebody_else_are_ignored(what: str) -> None:
     consumer = lender()
-    consumer.take_actions()
+    consumer.outbox.take_actions()
     for address, grant_id in ((CONTROL, 2), ("tcp://elsewhere:1", 1)):
         messages: dict[str, Written | WriteFailed | Revoked] = {
             "written": Written(READER, grant_id, 8, is_last=True),
@@ -273,17 +273,17 @@ def test_words_about_another_loan_or_from_somebody_else_are_ignored(what: str) -
         }
         message = messages[what]
         consumer.receive(address, message, now=2)
-    assert (consumer.take_actions(), consumer.take_events()) == ([], [])
+    assert (consumer.outbox.take_actions(), consumer.outbox.take_events()) == ([], [])
 
 
 def test_an_abort_while_the_last_bytes_are_fenced_ends_it_once_they_are() -> None:
     consumer = lender()
     written(consumer)
-    consumer.take_actions()
-    consumer.take_events()
+    consumer.outbox.take_actions()
+    consumer.outbox.take_events()
     consumer.abort(R1, now=3)
-    assert consumer.take_events() == [TransferAbandoned(R1, "the request was aborted")]
-    assert of(consumer.take_actions(), RevokeWrites) == [], "it is being taken back already"
+    assert consumer.outbox.take_events() == [TransferAbandoned(R1, "the request was aborted")]
+    assert of(consumer.outbox.take_actions(), RevokeWrites) == [], "it is being taken back already"
     consumer.writes_revoked(R1, 1, now=4)
     assert failures(consumer) == ["the request was aborted"]
 
@@ -291,10 +291,10 @@ def test_an_abort_while_the_last_bytes_are_fenced_ends_it_once_they_are() -> Non
 def test_a_producer_that_dies_after_its_last_word_does_no_harm() -> None:
     consumer = lender()
     written(consumer)
-    consumer.take_events()
+    consumer.outbox.take_events()
     consumer.disconnected(CONTROL, now=3)
     consumer.writes_revoked(R1, 1, now=4)
-    assert TransferFinished(R1) in consumer.take_events()
+    assert TransferFinished(R1) in consumer.outbox.take_events()
 
 
 def test_a_staged_producer_is_not_lent_anything() -> None:
@@ -302,12 +302,12 @@ def test_a_staged_producer_is_not_lent_anything() -> None:
         writable_transports=frozenset({"memory"}), fenced=frozenset({"memory"})
     )
     expect(consumer)
-    [request] = sent(consumer.take_actions(), HandshakeRequest)
+    [request] = sent(consumer.outbox.take_actions(), HandshakeRequest)
     assert isinstance(request, HandshakeRequest)
     consumer.receive(SIDE, reply(request.nonce, uses_host_buffer=True), now=0)
     consumer.peer_opened(PEER, "memory", now=0)
     consumer.start(R1, [[5, 6]], range(0, 8), now=1)
-    assert of(consumer.take_actions(), GrantWrites) == []
+    assert of(consumer.outbox.take_actions(), GrantWrites) == []
 
 
 def test_transports_are_looked_at_for_writers_only_while_something_is_waited_for_by_one_that_is_lent_by() -> (  # noqa: E501
@@ -322,7 +322,7 @@ def test_transports_are_looked_at_for_writers_only_while_something_is_waited_for
 
 def test_without_a_fence_a_producer_that_can_be_reached_again_is_asked_again() -> None:
     consumer = lender(is_fenced=False)
-    consumer.take_actions()
+    consumer.outbox.take_actions()
     consumer.disconnected(CONTROL, now=2)
     actions = connect(consumer, now=2)
     assert (sent(actions, Revoke), sent(actions, PushRegistration)) == ([REVOKE], [])
@@ -339,7 +339,7 @@ def test_blocks_whose_order_cannot_be_planned_are_not_lent(
     monkeypatch.setattr("kvferry.protocol.consumer.write_grants.plan_permutations", disagree)
     consumer = lender()
     assert failures(consumer) == ["the ranks disagree"]
-    assert of(consumer.take_actions(), GrantWrites) == []
+    assert of(consumer.outbox.take_actions(), GrantWrites) == []
     assert consumer.num_transfers == 0
 
 
@@ -347,22 +347,24 @@ def test_a_prefill_that_stands_still_between_two_writes_is_given_up() -> None:
     consumer = lender(is_fenced=False)
     consumer.receive(CONTROL, Written(READER, 1, 4, is_last=False), now=10)
     consumer.receive(CONTROL, Written(READER, 1, 4, is_last=False), now=100)
-    consumer.take_events()
+    consumer.outbox.take_events()
     for now in range(101, 491):
         consumer.advance(now)
-        for beat in sent(consumer.take_actions(), Heartbeat):
+        for beat in sent(consumer.outbox.take_actions(), Heartbeat):
             assert isinstance(beat, Heartbeat)
             consumer.receive(CONTROL, HeartbeatReply("e1", beat.beat, []), now)
     reason = "the prefill made no progress within 480 s"
-    assert consumer.take_events() == [TransferAbandoned(R1, reason)], "no progress, no more time"
+    assert consumer.outbox.take_events() == [TransferAbandoned(R1, reason)], (
+        "no progress, no more time"
+    )
     consumer.receive(CONTROL, WriteFailed(READER, 1, "too late to matter"), now=491)
     consumer.receive(CONTROL, Written(READER, 1, 8, is_last=False), now=491)
     assert failures(consumer) == []
     consumer.receive(CONTROL, Revoked(READER, 1), now=491)
     assert failures(consumer) == [reason]
-    consumer.take_actions()
+    consumer.outbox.take_actions()
     written(consumer, now=492)
-    assert (consumer.take_actions(), consumer.take_events()) == ([], [])
+    assert (consumer.outbox.take_actions(), consumer.outbox.take_events()) == ([], [])
 
 
 def test_blocks_that_two_ranks_write_into_are_used_when_both_have_written() -> None:
@@ -374,6 +376,6 @@ def test_blocks_that_two_ranks_write_into_are_used_when_both_have_written() -> N
     ranks.connect(consumer, 2)
     consumer.start(R1, [[5, 6]], range(0, 8), now=1)
     for rank in (0, 1):
-        assert consumer.take_events() == []
+        assert consumer.outbox.take_events() == []
         consumer.receive(ranks.control(rank), Written(READER, 1, 8, is_last=True), now=2)
-    assert consumer.take_events() == [PrefillCompleted(R1, 8, 0, 0), TransferFinished(R1)]
+    assert consumer.outbox.take_events() == [PrefillCompleted(R1, 8, 0, 0), TransferFinished(R1)]

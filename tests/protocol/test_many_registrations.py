@@ -178,7 +178,7 @@ class Decoder:
     def receive_all(self, number: int, request: RequestId, now: float) -> None:
         reader = f"d/{request}/0"
         self.consumer.offered(CONTROL, reader, ticket(number), f"ticket {number}", 8, now)
-        assert any(isinstance(action, StartRead) for action in self.consumer.take_actions())
+        assert any(isinstance(action, StartRead) for action in self.consumer.outbox.take_actions())
         self.consumer.read_ended(request, self.peer, None, now)
         self.consumer.receive(CONTROL, Confirmed(f"p{number}", reader), now)
 
@@ -192,7 +192,7 @@ class Decoder:
                 self.consumer.abort(RequestId(f"r{number}"), now)
         self.consumer.advance(now)
         gone = [f"d/r{number}/0" for number in leaving if number % 8 == 6]
-        for beat in sent(self.consumer.take_actions(), Heartbeat):
+        for beat in sent(self.consumer.outbox.take_actions(), Heartbeat):
             assert isinstance(beat, Heartbeat)
             self.consumer.receive(CONTROL, HeartbeatReply("e1", beat.beat, gone), now)
 
@@ -204,8 +204,8 @@ def _ask(decoder: Decoder, count: int, growth: Growth) -> None:
         decoder.register(number, now)
         if number % PER_SECOND == 0:
             decoder.pass_second(number, now)
-        consumer.take_actions()
-        consumer.take_events()
+        consumer.outbox.take_actions()
+        consumer.outbox.take_events()
         assert consumer.num_transfers <= 12 * PER_SECOND
         growth.look(number)
 

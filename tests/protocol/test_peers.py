@@ -5,7 +5,7 @@ for their TTL.
 import msgspec
 
 from kvferry.protocol import messages as codec
-from kvferry.protocol.actions import Action, ClosePeer, OpenPeer, Send
+from kvferry.protocol.actions import ClosePeer, OpenPeer, Send
 from kvferry.protocol.messages import (
     WIRE_VERSION,
     HandshakeRefused,
@@ -15,6 +15,7 @@ from kvferry.protocol.messages import (
     RankLayout,
     RegionInfo,
 )
+from kvferry.protocol.outbox import Outbox
 from kvferry.protocol.peers import Peer, PeerSettings, PeerTable
 from kvferry.protocol.planning.geometry import Geometry
 from kvferry.types import Address, EngineId, EngineIncarnation, Epoch, KVLayout, PeerId, Region
@@ -37,8 +38,9 @@ class Book:
             handshake_timeout_s=5,
             engine_ttl_s=TTL_S,
         )
-        self.actions: list[Action] = []
-        self.book = PeerTable(settings, self.actions)
+        outbox = Outbox()
+        self.actions = outbox.actions
+        self.book = PeerTable(settings, outbox)
 
     def meet(self, engine: str, epoch: str, control: str, now: float) -> PeerId:
         incarnation = EngineIncarnation(EngineId(engine), Epoch(epoch))

@@ -212,7 +212,7 @@ class ConsumerLife:
         self.consumer.expect(
             R1, incarnation, Address("p-host", 5600), 2, PushInfo("h1", TOKENS, OWN, "PT"), 0
         )
-        for request in sent(self.consumer.take_actions(), HandshakeRequest):
+        for request in sent(self.consumer.outbox.take_actions(), HandshakeRequest):
             assert isinstance(request, HandshakeRequest)
             answer = ranks.answer(request, 2)
             layout = msgspec.structs.replace(
@@ -227,11 +227,11 @@ class ConsumerLife:
             self.consumer.peer_opened(ranks.peer(request.tp_rank), "memory", now=0)
 
     def look(self) -> None:
-        actions: list[Action] = self.consumer.take_actions()
+        actions: list[Action] = self.consumer.outbox.take_actions()
         self.reads += [action.peer for action in actions if isinstance(action, StartRead)]
         self.over += [
             event
-            for event in self.consumer.take_events()
+            for event in self.consumer.outbox.take_events()
             if isinstance(event, TransferFinished | TransferFailed)
         ]
         assert not (self.over and self.reads), (

@@ -209,7 +209,7 @@ def test_a_lease_that_makes_no_sense_is_refused_and_nobody_is_dialled(
 ) -> None:
     side = Side().register(**changes)
     assert side.said() == failed("this producer cannot write to the decode engine")
-    assert side.consumer.take_actions() == []
+    assert side.consumer.outbox.take_actions() == []
 
 
 def test_a_write_that_fails_is_told_and_nothing_is_written_after_it() -> None:

@@ -46,38 +46,43 @@ def asking() -> Consumer:
     consumer = make_consumer()
     consumer.track_optional(R1, ticket(), "T1", now=0)
     assert sent(connect(consumer), Attach) == [Attach("T1", "d/r1/0", "memory", wants_ready=True)]
-    assert consumer.take_events() == []
+    assert consumer.outbox.take_events() == []
     return consumer
 
 
 def promised() -> Consumer:
     consumer = asking()
     consumer.receive(CONTROL, READY, now=1)
-    assert consumer.take_events() == [ReservationGranted(R1)]
+    assert consumer.outbox.take_events() == [ReservationGranted(R1)]
     return consumer
 
 
 def test_the_whole_way_from_the_question_to_the_bytes() -> None:
     consumer = promised()
     consumer.start(R1, [[5, 6]], range(0, 8), now=2)
-    assert len(of(consumer.take_actions(), StartRead)) == 1
+    assert len(of(consumer.outbox.take_actions(), StartRead)) == 1
     consumer.read_ended(R1, PEER, None, now=3)
     consumer.receive(CONTROL, Confirmed("a", "d/r1/0"), now=4)
-    assert consumer.take_events() == [RetainedBlocksFetched(R1, 8, 128), TransferFinished(R1)]
+    assert consumer.outbox.take_events() == [
+        RetainedBlocksFetched(R1, 8, 128),
+        TransferFinished(R1),
+    ]
     assert consumer.num_transfers == 0
 
 
 def test_heartbeats_go_by_what_readers_have_to_keep_to_not_by_how_long_it_is_kept() -> None:
     consumer = promised()
     consumer.start(R1, [[5, 6]], range(0, 8), now=2)
-    consumer.take_actions()
+    consumer.outbox.take_actions()
     consumer.advance(now=5)
-    assert sent(consumer.take_actions(), Heartbeat) == [Heartbeat("e1", 1, ["a"])]
+    assert sent(consumer.outbox.take_actions(), Heartbeat) == [Heartbeat("e1", 1, ["a"])]
 
 
 def refused(consumer: Consumer) -> str:
     [reason] = [
-        event.reason for event in consumer.take_events() if isinstance(event, ReservationRefused)
+        event.reason
+        for event in consumer.outbox.take_events()
+        if isinstance(event, ReservationRefused)
     ]
     return reason
 
@@ -88,7 +93,7 @@ def test_a_refusal_is_told_before_there_are_blocks_and_nothing_fails() -> None:
     assert refused(consumer) == "the producer refused: the lease has ended"
     consumer.receive(CONTROL, Refused("a", "d/r1/0", "again"), now=2)
     consumer.settle(R1, now=2)
-    assert consumer.take_events() == []
+    assert consumer.outbox.take_events() == []
     assert (consumer.num_transfers, consumer.next_deadline()) == (0, None)
 
 
@@ -96,14 +101,14 @@ def test_a_keeper_that_does_not_answer_is_done_without() -> None:
     consumer = asking()
     consumer.advance(now=5)
     assert refused(consumer) == "the producer did not answer within 5 s"
-    assert sent(consumer.take_actions(), Detach) == [Detach("e1", "a", "d/r1/0")]
+    assert sent(consumer.outbox.take_actions(), Detach) == [Detach("e1", "a", "d/r1/0")]
 
 
 def test_one_that_cannot_be_reached_is_done_without_at_once_the_second_time() -> None:
     consumer = make_consumer()
     consumer.track_optional(R1, ticket(), "T1", now=0)
     consumer.advance(now=5)
-    events = consumer.take_events()
+    events = consumer.outbox.take_events()
     assert [type(event) for event in events] == [HandshakeFailed, ReservationRefused]
     consumer.settle(R1, now=5)
     consumer.track_optional(R1, ticket(), "T1", now=5)
@@ -115,7 +120,7 @@ def test_one_that_is_lost_after_its_promise_is_told_too() -> None:
     consumer.disconnected(CONTROL, now=2)
     assert refused(consumer)
     consumer.start(R1, [[5, 6]], range(0, 8), now=3)
-    assert [type(event) for event in consumer.take_events()] == [TransferFailed], (
+    assert [type(event) for event in consumer.outbox.take_events()] == [TransferFailed], (
         "the engine's blocks had crossed the news"
     )
 
@@ -123,19 +128,19 @@ def test_one_that_is_lost_after_its_promise_is_told_too() -> None:
 def test_a_promise_is_given_back_when_no_blocks_come() -> None:
     consumer = promised()
     consumer.advance(now=5)
-    assert consumer.take_events() == []
+    assert consumer.outbox.take_events() == []
     consumer.receive(CONTROL, HeartbeatReply("e1", 1, []), now=5)
     consumer.advance(now=6)
     assert refused(consumer) == "the decode engine allocated no blocks within 5 s"
-    assert sent(consumer.take_actions(), Detach) == [Detach("e1", "a", "d/r1/0")]
+    assert sent(consumer.outbox.take_actions(), Detach) == [Detach("e1", "a", "d/r1/0")]
 
 
 @pytest.mark.parametrize("consumer", [asking, promised])
 def test_who_needs_it_no_more_says_so(consumer: object) -> None:
     made = asking() if consumer is asking else promised()
     made.settle(R1, now=2)
-    assert sent(made.take_actions(), Detach) == [Detach("e1", "a", "d/r1/0")]
-    assert made.take_events() == []
+    assert sent(made.outbox.take_actions(), Detach) == [Detach("e1", "a", "d/r1/0")]
+    assert made.outbox.take_events() == []
 
 
 class PromiseMachine(ConsumerMachine):

@@ -46,24 +46,24 @@ def reading_from_two_ranks() -> Consumer:
     consumer.start(R1, [[5, 6]], range(0, 8), now=0)
     for rank in (0, 1):
         consumer.offered(ranks.control(rank), READER, ranks.ticket(2), "T1", 8, 0)
-    assert len(of(consumer.take_actions(), StartRead)) == 2
+    assert len(of(consumer.outbox.take_actions(), StartRead)) == 2
     return consumer
 
 
 def test_reads_from_two_ranks_that_a_withdrawal_has_cancelled_are_begun_again() -> None:
     consumer = reading_from_two_ranks()
     consumer.receive(ranks.control(0), PushWithdrawal(READER, 1), now=1)
-    assert len(of(consumer.take_actions(), StopRead)) == 2
+    assert len(of(consumer.outbox.take_actions(), StopRead)) == 2
     consumer.read_ended(R1, ranks.peer(0), "cancelled", now=1)
-    assert sent(consumer.take_actions(), PushRegistration) == [], (
+    assert sent(consumer.outbox.take_actions(), PushRegistration) == [], (
         "the other may still write into our blocks"
     )
     consumer.read_ended(R1, ranks.peer(1), "cancelled", now=1)
-    assert len(sent(consumer.take_actions(), PushRegistration)) == 2
+    assert len(sent(consumer.outbox.take_actions(), PushRegistration)) == 2
     assert failures(consumer) == []
     for rank in (0, 1):
         consumer.offered(ranks.control(rank), READER, ranks.ticket(2, serial=2), "T2", 8, 2)
-    assert len(of(consumer.take_actions(), StartRead)) == 2
+    assert len(of(consumer.outbox.take_actions(), StartRead)) == 2
 
 
 def test_a_read_from_one_of_two_ranks_that_fails_by_itself_fails_the_request() -> None:
@@ -78,7 +78,9 @@ def test_a_read_that_fails_after_its_producer_was_lost_reports_the_loss_once() -
     consumer.read_ended(R1, ranks.peer(0), "broken", now=1)
     consumer.disconnected(ranks.control(0), now=1)
     consumer.read_ended(R1, ranks.peer(1), "cancelled", now=1)
-    losses = [event for event in consumer.take_events() if isinstance(event, HandshakeFailed)]
+    losses = [
+        event for event in consumer.outbox.take_events() if isinstance(event, HandshakeFailed)
+    ]
     assert losses == [
         HandshakeFailed(PEER.engine, f"the connection to {ranks.control(0)} was lost")
     ]
@@ -103,25 +105,25 @@ def test_a_staged_producer_that_says_ready_of_what_it_has_withdrawn_is_not_belie
 ) -> None:
     consumer = make_consumer()
     expect(consumer, tokens=WHOLE)
-    for request in sent(consumer.take_actions(), HandshakeRequest):
+    for request in sent(consumer.outbox.take_actions(), HandshakeRequest):
         assert isinstance(request, HandshakeRequest)
         consumer.receive(SIDE, reply(request.nonce, uses_host_buffer=True), now=0)
         consumer.peer_opened(PEER, "memory", now=0)
     consumer.start(R1, [[1, 2, 3, 4]], range(16), now=0)
     offer(consumer, 16)
     consumer.receive(CONTROL, PushWithdrawal(READER, 1), now=1)
-    consumer.take_actions()
+    consumer.outbox.take_actions()
     consumer.receive(CONTROL, Ready(lease, READER), now=1)
-    assert consumer.take_actions() == []
+    assert consumer.outbox.take_actions() == []
     offer(consumer, 16, serial=2)
     consumer.receive(CONTROL, Ready("a", READER), now=2)
-    assert len(of(consumer.take_actions(), StartRead)) == 1
+    assert len(of(consumer.outbox.take_actions(), StartRead)) == 1
 
 
 def test_a_ticket_that_was_not_offered_by_push_cannot_be_withdrawn() -> None:
     consumer = pull.reading(make_consumer())
-    consumer.take_actions()
+    consumer.outbox.take_actions()
     consumer.receive(CONTROL, PushWithdrawal(READER, 1), now=2)
-    assert consumer.take_actions() == []
+    assert consumer.outbox.take_actions() == []
     ended(consumer)
-    assert len(sent(consumer.take_actions(), Confirm)) == 1
+    assert len(sent(consumer.outbox.take_actions(), Confirm)) == 1

@@ -8,26 +8,7 @@ code, named in the docstring of the action. Pure.
 from dataclasses import dataclass
 
 from kvferry.protocol.handshake import TransportChoice
-from kvferry.protocol.messages import (
-    Attach,
-    Confirm,
-    Confirmed,
-    Detach,
-    HandshakeRequest,
-    Heartbeat,
-    HeartbeatReply,
-    OfferInfo,
-    PushCancel,
-    PushOffer,
-    PushRegistration,
-    PushWithdrawal,
-    Ready,
-    Refused,
-    Revoke,
-    Revoked,
-    WriteFailed,
-    Written,
-)
+from kvferry.protocol.messages import HandshakeRequest, OfferInfo, PushOffer, RankReply, ToProducer
 from kvferry.protocol.planning.geometry import Geometry
 from kvferry.protocol.planning.plan import BlockPermutation, Segments
 from kvferry.types import PeerId, RequestId, Route
@@ -38,29 +19,10 @@ class Send:
     """Send a message to an address, over a new connection if there is none."""
 
     address: str
-    message: (
-        HandshakeRequest
-        | Attach
-        | Heartbeat
-        | Confirm
-        | Detach
-        | PushRegistration
-        | PushCancel
-        | Revoke
-    )
+    message: HandshakeRequest | ToProducer
 
 
-ReplyMessage = (
-    Ready
-    | Confirmed
-    | Refused
-    | HeartbeatReply
-    | PushOffer
-    | PushWithdrawal
-    | Written
-    | WriteFailed
-    | Revoked
-)
+ReplyMessage = RankReply | PushOffer
 """Messages from a producer to a consumer."""
 
 

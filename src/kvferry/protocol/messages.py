@@ -7,22 +7,7 @@ channel, which runs in the process of an engine's scheduler, receives `Handshake
 
 Durations cross the wire, deadlines never do. A new field has a default. Each change bumps
 `WIRE_VERSION`, keeps `OLDEST_WIRE_VERSION` one below it (docs/decisions/066-rolling-upgrades.md),
-and adds an entry to the changelog's section "Wire versions" and to this history:
-
-    1  first version: handshake, attach, heartbeat, confirm, detach, release
-    2  unequal TP: `sibling_ranks` in Attach, `total_kv_heads` in RankLayout, `head_runs` in
-       RegionInfo
-    3  unequal blocks: `axes` and `layers` in RegionInfo replace `head_runs`; host buffers: Ready,
-       `uses_host_buffer` in RankLayout
-    4  push: PushRegistration, PushOffer, PushWithdrawal, PushCancel; `serial` in Confirm and
-       Refused
-    5  push by writing: WriteGrantInfo and `decode_epoch` in PushRegistration; Written,
-       WriteFailed, Revoke, Revoked
-    6  reuse: `wants_ready` in Attach; RetainedTurnRequest, RetainedTurnReply
-    7  messages and fields renamed; entries 1 to 6 use the new names
-    8  `factors` names every setting of the model instead of one hash, and is bounded; questions of
-       routers: `wait_s` in RetainedTurnRequest; FailureRequest, FailureReply; ReleaseLeg
-    9  hybrid models: `state_heads` in RegionInfo
+and adds an entry to the changelog's section "Wire versions".
 """
 
 from typing import Annotated, TypeVar
@@ -420,51 +405,28 @@ class RankLayout(msgspec.Struct, frozen=True):
     """Readers read a copy in host memory, made for each lease, and must wait for `Ready`."""
 
 
+RankReply = (
+    Ready | HeartbeatReply | Confirmed | Refused | PushWithdrawal | Written | WriteFailed | Revoked
+)
+ToConsumer = HandshakeReply | HandshakeRefused | RankReply
+"""Messages passed to the consumer unchanged. `PushOffer` is not among them: the transfer worker
+verifies the ticket first and passes on the opened ticket.
+"""
+
+ToProducer = Attach | Heartbeat | Confirm | Detach | PushRegistration | PushCancel | Revoke
+
 Message = (
     HandshakeRequest
-    | HandshakeReply
-    | HandshakeRefused
-    | Attach
-    | Ready
-    | Heartbeat
-    | HeartbeatReply
-    | Confirm
-    | Confirmed
-    | Refused
-    | Detach
+    | ToProducer
+    | ToConsumer
+    | PushOffer
     | Release
     | ReleaseLeg
     | RetainedTurnRequest
     | RetainedTurnReply
     | FailureRequest
     | FailureReply
-    | PushRegistration
-    | PushOffer
-    | PushWithdrawal
-    | PushCancel
-    | Written
-    | WriteFailed
-    | Revoke
-    | Revoked
 )
-
-ToConsumer = (
-    HandshakeReply
-    | HandshakeRefused
-    | Ready
-    | HeartbeatReply
-    | Confirmed
-    | Refused
-    | PushWithdrawal
-    | Written
-    | WriteFailed
-    | Revoked
-)
-"""Messages passed to the consumer unchanged. `PushOffer` is not among them: the transfer worker
-verifies the ticket first and passes on the opened ticket.
-"""
-
-ToProducer = Attach | Heartbeat | Confirm | Detach | PushRegistration | PushCancel | Revoke
 
 
 # -- codec --

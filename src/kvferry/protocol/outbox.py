@@ -1,7 +1,7 @@
-"""The outbox of a rank's protocol code: actions for the transfer worker, events for the engine.
+"""The outbox of protocol code: actions for the transfer worker, events for the engine.
 
-The producer and all its parts append to one outbox, so the transfer worker performs their actions
-in the order in which the decisions were made. Pure.
+The producer and all its parts append to one outbox, and so do the consumer and its parts. So the
+transfer worker performs their actions in the order in which the decisions were made. Pure.
 """
 
 from dataclasses import dataclass, field
@@ -18,8 +18,14 @@ class Outbox:
     actions: list[Action] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
 
+    def perform(self, action: Action) -> None:
+        self.actions.append(action)
+
+    def report(self, event: Event) -> None:
+        self.events.append(event)
+
     def reply(self, route: Route, message: ReplyMessage) -> None:
-        self.actions.append(Reply(route, message))
+        self.perform(Reply(route, message))
 
     def take_actions(self) -> list[Action]:
         # The lists are shared with the parts that append to them, so they are cleared in place.

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from kvferry.errors import IncompatiblePeer, KVFerryError, RemoteProtocolError
-from kvferry.protocol.actions import Action, CloseConnection, ClosePeer, OpenPeer, Send
+from kvferry.protocol.actions import CloseConnection, ClosePeer, OpenPeer, Send
 from kvferry.protocol.handshake import candidate_transports, check_reply
 from kvferry.protocol.messages import (
     OLDEST_WIRE_VERSION,
@@ -29,6 +29,7 @@ from kvferry.protocol.messages import (
     OfferInfo,
     RankLayout,
 )
+from kvferry.protocol.outbox import Outbox
 from kvferry.protocol.planning.geometry import Geometry, check_geometry, geometry_from_layout
 from kvferry.protocol.planning.heads import RankMapping, rank_mappings
 from kvferry.types import Address, EngineIncarnation, Epoch, PeerId
@@ -139,10 +140,7 @@ class PeerUser(Protocol):
 class PeerTable:
     """All peers of one transfer worker, with handshakes and backoff."""
 
-    def __init__(self, settings: PeerSettings, actions: list[Action]) -> None:
-        """Append all actions to `actions`, which the owner shares, so that the order of actions
-        from several components is kept.
-        """
+    def __init__(self, settings: PeerSettings, outbox: Outbox) -> None:
         self._settings = settings
         self._peers: dict[EngineIncarnation, Peer] = {}
         # The peers still in the handshake, apart from the ready ones, so that a tick does not
@@ -153,7 +151,7 @@ class PeerTable:
         self._rejections: dict[EngineIncarnation, _Rejection] = {}
         self._nonce = 0
         self._renamed: list[tuple[EngineIncarnation, EngineIncarnation]] = []
-        self._actions = actions
+        self._outbox = outbox
 
     def __len__(self) -> int:
         return len(self._peers)
@@ -374,7 +372,7 @@ class PeerTable:
         self._nonce += 1
         request = HandshakeRequest(self._nonce, wire_version, rank)
         peer.waiting[self._nonce] = request
-        self._actions.append(Send(peer.address, request))
+        self._outbox.perform(Send(peer.address, request))
 
     def _refused(
         self, peer: Peer, request: HandshakeRequest, reason: str, now: float
@@ -440,7 +438,7 @@ class PeerTable:
         peer.layouts[rank] = layout
         peer.geometries[rank] = geometry
         self._by_control[layout.control_address] = peer.peer_id(rank)
-        self._actions.append(
+        self._outbox.perform(
             OpenPeer(peer.peer_id(rank), geometry, tuple(layout.offers), tuple(choices))
         )
 
@@ -452,7 +450,7 @@ class PeerTable:
             # A newer incarnation may have taken over the address; its entry must stay.
             if self._by_control.get(address) == peer_id:
                 del self._by_control[address]
-            self._actions.append(ClosePeer(peer_id, address))
+            self._outbox.perform(ClosePeer(peer_id, address))
         if peer.waiting:
             self._close_unless_shared(peer)
 
@@ -461,7 +459,7 @@ class PeerTable:
         if not any(
             p.waiting and p.address == peer.address for p in self._unready.values() if p is not peer
         ):
-            self._actions.append(CloseConnection(peer.address))
+            self._outbox.perform(CloseConnection(peer.address))
 
     @staticmethod
     def _depends_on(peer: Peer, address: str) -> bool:

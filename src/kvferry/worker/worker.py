@@ -264,7 +264,7 @@ class TransferWorker:
         try:
             message = codec.decode(control_event.frame)
         except RemoteProtocolError as error:
-            self._outbox.events.append(MessageDropped(str(error)))
+            self._outbox.report(MessageDropped(str(error)))
             return
         # A connection that we dialled leads to a producer; an accepted connection, to a consumer.
         is_inbound = not control_event.route.dialled
@@ -275,7 +275,7 @@ class TransferWorker:
         elif not is_inbound and isinstance(message, PushOffer):
             self._take_offer(control_event.route.dialled, message, now)
         else:
-            self._outbox.events.append(
+            self._outbox.report(
                 MessageDropped(f"the worker does not expect a {type(message).__name__} here")
             )
 
@@ -290,7 +290,7 @@ class TransferWorker:
                 now,
             )
         except InvalidTicket as error:
-            self._outbox.events.append(MessageDropped(f"an offer has no valid ticket: {error}"))
+            self._outbox.report(MessageDropped(f"an offer has no valid ticket: {error}"))
 
     def _execute(self, command: WorkerCommand, now: float) -> None:
         if isinstance(command, ProducerCommand):
@@ -365,7 +365,7 @@ class TransferWorker:
             case AbortLoad(request, reason):
                 self._consumer.abort(request, now, reason)
             case RejectLoad(request, reason):
-                self._outbox.events.append(TransferFailed(request, reason))
+                self._outbox.report(TransferFailed(request, reason))
 
     def _take_completion(self, transport: str, completion: Completion, now: float) -> None:
         move = self._moves.pop((transport, completion.handle), None)
@@ -375,7 +375,7 @@ class TransferWorker:
         moved, used = completion.total_bytes, completion.segments
         planned = used if move is None else sum(len(part.local_offsets) for part in move.segments)
         request = move.request if isinstance(move, StartRead) else None
-        self._outbox.events.append(
+        self._outbox.report(
             BytesMoved(
                 transport,
                 moved,
@@ -408,10 +408,10 @@ class TransferWorker:
 
     def _perform(self, now: float) -> None:
         # Performing an action may produce further actions, so the loop runs until there are none.
-        while actions := [*self._consumer.take_actions(), *self._outbox.take_actions()]:
+        while actions := [*self._consumer.outbox.take_actions(), *self._outbox.take_actions()]:
             for action in actions:
                 self._perform_one(action, now)
-        self._outbox.events += self._consumer.take_events()
+        self._outbox.events += self._consumer.outbox.take_events()
 
     def _perform_one(self, action: Action, now: float) -> None:
         match action:
@@ -460,7 +460,7 @@ class TransferWorker:
                 problems.append(f"{choice.transport}: {_described(error)}")
                 continue
             reason = "; ".join([choice.reason, *problems])
-            self._outbox.events.append(PeerConnected(action.peer.engine, choice.transport, reason))
+            self._outbox.report(PeerConnected(action.peer.engine, choice.transport, reason))
             self._consumer.peer_opened(action.peer, choice.transport, now)
             return
         self._consumer.peer_unreachable(

@@ -9,7 +9,7 @@ rearranged into our order.
 
 In push the ticket arrives later. The consumer registers the request with the producer. Then
 either the producer offers a ticket when KV is ready to read, or the consumer grants the producer
-write access to the blocks and the producer writes (`protocol/consumer/receiving.py`,
+write access to the blocks and the producer writes (`receiving.py`,
 docs/decisions/030-push.md).
 
 Every input (a command, a message, a completion, a passed deadline) posts events of transfers to one
@@ -24,8 +24,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvferry.events import Event, TransferFailed
-from kvferry.protocol.actions import Action
+from kvferry.events import TransferFailed
 from kvferry.protocol.consumer.context import ConsumerContext, ConsumerSettings, ProducerClient
 from kvferry.protocol.consumer.receiving import (
     ON_ENTER,
@@ -67,6 +66,7 @@ from kvferry.protocol.messages import (
     WriteFailed,
     Written,
 )
+from kvferry.protocol.outbox import Outbox
 from kvferry.protocol.peers import LostPeer, PeerTable, PeerUser
 from kvferry.protocol.tickets import Ticket
 from kvferry.types import Address, EngineIncarnation, Epoch, PeerId, RequestId
@@ -81,15 +81,16 @@ class Consumer:
     """State machine of every transfer into this rank, and of the peers the transfers come from."""
 
     def __init__(self, settings: ConsumerSettings) -> None:
-        actions: list[Action] = []
-        self._peers = PeerTable(settings.peers, actions)
+        self.outbox = Outbox()
+        """Actions and events of the consumer and all its parts."""
+        self._peers = PeerTable(settings.peers, self.outbox)
         self._client = ProducerClient(
             EngineIncarnation(settings.engine, settings.epoch or Epoch("")),
             self._peers,
             settings.lease_ttl_s,
-            actions,
+            self.outbox,
         )
-        self._context = ConsumerContext(settings, self._peers, self._client, actions)
+        self._context = ConsumerContext(settings, self._peers, self._client, self.outbox)
         self._settings = settings
         self._transfers = self._context.transfers
 
@@ -181,7 +182,7 @@ class Consumer:
         """
         transfer = self._transfers.get(request)
         if transfer is None:
-            self._context.events.append(
+            self.outbox.report(
                 TransferFailed(
                     request, "the transfer was not announced before its blocks were allocated"
                 )
@@ -390,17 +391,6 @@ class Consumer:
             self._client.next_deadline(),
         )
         return min((at for at in deadlines if at is not None), default=None)
-
-    def take_actions(self) -> list[Action]:
-        """Return the pending actions, including the peer table's, in the order to perform them."""
-        actions = list(self._context.actions)
-        self._context.actions.clear()
-        return actions
-
-    def take_events(self) -> list[Event]:
-        events = list(self._context.events)
-        self._context.events.clear()
-        return events
 
     # -- internals --
 

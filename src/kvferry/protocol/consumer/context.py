@@ -1,8 +1,7 @@
 """Objects that a consumer's modules share: settings, client for producers, timings, event queue.
 
-`Consumer` (`protocol/consumer/consumer.py`) builds the objects; the functions of `protocol/consumer/receiving.py` use
-them. Pure: messages to producers are appended to the consumer's list of actions, and the caller
-passes `now`.
+`Consumer` (`consumer.py`) builds the objects; the functions of `receiving.py` use them. Pure:
+messages to producers are appended to the consumer's outbox, and the caller passes `now`.
 """
 
 from collections import deque
@@ -11,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import NamedTuple
 
-from kvferry.events import Event, TransferTimes
-from kvferry.protocol.actions import Action, Send
+from kvferry.events import TransferTimes
+from kvferry.protocol.actions import Send
 from kvferry.protocol.consumer.states import TransferEvent, TransferState
 from kvferry.protocol.consumer.transfer import ReaderStatus, Transfer, TransferTable, reader_name
 from kvferry.protocol.heartbeats import READ_BEGINS, HeartbeatSchedule, heartbeat_interval_s
@@ -27,6 +26,7 @@ from kvferry.protocol.messages import (
     PushRegistration,
     WriteGrantInfo,
 )
+from kvferry.protocol.outbox import Outbox
 from kvferry.protocol.peers import LostPeer, Peer, PeerSettings, PeerTable, PeerUser
 from kvferry.protocol.planning.geometry import Geometry
 from kvferry.types import EngineId, EngineIncarnation, Epoch, PeerId, RequestId
@@ -115,7 +115,7 @@ class ProducerClient:
         incarnation: EngineIncarnation,
         peers: PeerTable,
         lease_ttl_s: float,
-        actions: list[Action],
+        outbox: Outbox,
     ) -> None:
         """Create a client; `incarnation` is our own, and `lease_ttl_s` says how long a producer
         keeps a registration without a heartbeat.
@@ -123,7 +123,7 @@ class ProducerClient:
         self._engine, self._epoch = incarnation.engine, incarnation.epoch
         self._peers = peers
         self._lease_ttl_s = lease_ttl_s
-        self._actions = actions
+        self._actions = outbox.actions
         self._heartbeats: HeartbeatSchedule[PeerId] = HeartbeatSchedule()
         self._deferred_detaches: dict[EngineIncarnation, list[Transfer]] = {}
 
@@ -365,7 +365,7 @@ class TransferTimings:
 
 
 # -- context --
-# What the functions of `protocol/consumer/receiving.py` share with the consumer.
+# What the functions of `receiving.py` share with the consumer.
 
 
 class QueuedEvent(NamedTuple):
@@ -383,10 +383,8 @@ class ConsumerContext:
     settings: ConsumerSettings
     peers: PeerTable
     client: ProducerClient
-    actions: list[Action]
-    """Actions for the worker, in the order to perform them; shared with `peers` and `client`."""
-    events: list[Event] = field(default_factory=list)
-    """Events for the engine."""
+    outbox: Outbox
+    """Shared with `peers` and `client`."""
     transfers: TransferTable = field(default_factory=TransferTable)
     timings: TransferTimings = field(default_factory=TransferTimings)
     queue: deque[QueuedEvent] = field(default_factory=deque)

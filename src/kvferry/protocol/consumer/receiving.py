@@ -1,7 +1,7 @@
 """What a consumer does when a transfer enters a state: the table `ON_ENTER` and its functions.
 
 A transfer fills its blocks by reading from the producer, or by granting the producer writes. An
-optional transfer first asks for a reservation. `Consumer` (`protocol/consumer/consumer.py`) applies the
+optional transfer first asks for a reservation. `Consumer` (`consumer.py`) applies the
 events of transfers one after the other, and calls the function of each state that a transfer
 enters. Such a function may post further events; it never applies an event itself.
 
@@ -110,7 +110,7 @@ def _restart(context: ConsumerContext, transfer: Transfer, now: float) -> None:
 
 def lose_peer(context: ConsumerContext, lost: LostPeer) -> None:
     """Report a lost peer, and post the loss to each transfer that comes from the peer."""
-    context.events.append(
+    context.outbox.report(
         HandshakeFailed(lost.incarnation.engine, lost.reason, lost.is_incompatible)
     )
     context.client.forget(lost)
@@ -140,13 +140,13 @@ def _report_reservation(context: ConsumerContext, transfer: Transfer, now: float
         # The producer may need the reserved blocks while our engine waits for free blocks, so each
         # side could wait for the other. The deadline resolves that deadlock.
         context.transfers.set_deadline(transfer, now + context.settings.confirm_timeout_s)
-        context.events.append(ReservationGranted(transfer.request))
+        context.outbox.report(ReservationGranted(transfer.request))
 
 
 def _doom(context: ConsumerContext, transfer: Transfer, now: float) -> None:
     if transfer.origin.is_optional:
         context.transfers.set_deadline(transfer, None)
-        context.events.append(ReservationRefused(transfer.request, transfer.reason))
+        context.outbox.report(ReservationRefused(transfer.request, transfer.reason))
     # A doomed transfer may wait a long time for its blocks, only to fail then. Detach now, so that
     # no producer rank holds blocks for the transfer meanwhile.
     context.client.send_detach(transfer)
@@ -178,7 +178,7 @@ def _start_reads(context: ConsumerContext, transfer: Transfer, now: float) -> No
     transfer.outstanding.reads = set(plans)
     context.client.announce_read(transfer, peer, list(plans), now)
     for rank, segments in plans.items():
-        context.actions.append(
+        context.outbox.perform(
             StartRead(transfer.request, peer.peer_id(rank), peer.transports[rank], tuple(segments))
         )
 
@@ -190,7 +190,7 @@ def _await_tokens(context: ConsumerContext, transfer: Transfer, now: float) -> N
 def _stop_reads(context: ConsumerContext, transfer: Transfer, now: float) -> None:
     """Cancel the reads in flight; the transport still reports the end of each read."""
     for rank in transfer.outstanding.reads:
-        context.actions.append(
+        context.outbox.perform(
             StopRead(
                 transfer.request,
                 PeerId(transfer.incarnation.engine, transfer.incarnation.epoch, rank),
@@ -204,7 +204,7 @@ def _abandon(context: ConsumerContext, transfer: Transfer, now: float) -> None:
     # placing. If the blocks went back to the engine earlier, bytes could land in the blocks of
     # another request.
     context.transfers.set_deadline(transfer, None)
-    context.events.append(TransferAbandoned(transfer.request, transfer.reason))
+    context.outbox.report(TransferAbandoned(transfer.request, transfer.reason))
     _stop_reads(context, transfer, now)
 
 
@@ -236,7 +236,7 @@ def extend_deadline(context: ConsumerContext, transfer: Transfer, now: float) ->
         if transfer.origin.push_info is not None:
             wanted = transfer.to.tokens
             num_left = wanted.stop - max(wanted.start, arrival.landed_until)
-            context.events.append(
+            context.outbox.report(
                 PrefillCompleted(transfer.request, len(wanted), num_left, arrival.landed_bytes)
             )
     elif not arrival.is_complete:
@@ -257,7 +257,7 @@ def _place(context: ConsumerContext, transfer: Transfer, now: float) -> None:
     if transfer.to.permutations or uses_host_buffer:
         block_size = context.geometry.block_size
         blocks = transfer.to.filled_blocks(block_size) if uses_host_buffer else ()
-        context.actions.append(PlaceBlocks(transfer.request, transfer.to.permutations, blocks))
+        context.outbox.perform(PlaceBlocks(transfer.request, transfer.to.permutations, blocks))
     else:
         context.post(transfer, _E.PLACED)
 
@@ -265,13 +265,13 @@ def _place(context: ConsumerContext, transfer: Transfer, now: float) -> None:
 def _finish(context: ConsumerContext, transfer: Transfer, now: float) -> None:
     context.transfers.remove(transfer)
     if transfer.origin.is_optional:
-        context.events.append(
+        context.outbox.report(
             RetainedBlocksFetched(
                 transfer.request, len(transfer.to.tokens), transfer.arrival.landed_bytes
             )
         )
     times = context.timings.stop(transfer.request)
-    context.events.append(TransferFinished(transfer.request, times))
+    context.outbox.report(TransferFinished(transfer.request, times))
 
 
 def _give_up(context: ConsumerContext, transfer: Transfer, now: float) -> None:
@@ -281,7 +281,7 @@ def _give_up(context: ConsumerContext, transfer: Transfer, now: float) -> None:
     context.client.send_detach(transfer)
     if transfer.has_blocks:
         reason = transfer.reason or "the request was aborted"
-        context.events.append(TransferFailed(transfer.request, reason, times))
+        context.outbox.report(TransferFailed(transfer.request, reason, times))
     if transfer.read_error:
         _drop_unreadable_peer(context, transfer.incarnation, transfer.read_error, now)
 

@@ -94,7 +94,7 @@ def grant_writes(context: ConsumerContext, transfer: Transfer, now: float) -> No
     )
     if grant.is_fenced:
         blocks = to.filled_blocks(context.geometry.block_size)
-        context.actions.append(GrantWrites(transport, grant.grant_id, blocks))
+        context.outbox.perform(GrantWrites(transport, grant.grant_id, blocks))
     context.client.register(
         transfer, peer, context.geometry.tp_size, now, _grant_info(context, transfer, grant)
     )
@@ -152,7 +152,7 @@ def _note_writer_done(context: ConsumerContext, transfer: Transfer, grant: Write
         return
     if transfer.state is _S.FILLING:
         num_tokens = len(transfer.to.tokens)
-        context.events.append(
+        context.outbox.report(
             PrefillCompleted(transfer.request, num_tokens, grant.left_tokens, grant.early_bytes)
         )
         context.post(transfer, _E.BYTES_MOVED)
@@ -174,7 +174,7 @@ def begin_revoke(context: ConsumerContext, transfer: Transfer, now: float) -> No
 
 
 def abandon_writes(context: ConsumerContext, transfer: Transfer, now: float) -> None:
-    context.events.append(TransferAbandoned(transfer.request, transfer.reason))
+    context.outbox.report(TransferAbandoned(transfer.request, transfer.reason))
     begin_revoke(context, transfer, now)
 
 
@@ -189,10 +189,12 @@ def revoke(context: ConsumerContext, transfer: Transfer, now: float) -> None:
     assert grant.revoke_deadline is not None
     if peer is not None and peer.is_ready:
         message = Revoke(transfer.incarnation.epoch, transfer.reader, grant.grant_id)
-        context.actions.extend(Send(peer.control_address(rank), message) for rank in grant.writers)
+        context.outbox.actions.extend(
+            Send(peer.control_address(rank), message) for rank in grant.writers
+        )
     if grant.is_fenced:
         context.transfers.set_deadline(transfer, None)
-        context.actions.append(RevokeWrites(transfer.request, grant.transport, grant.grant_id))
+        context.outbox.perform(RevokeWrites(transfer.request, grant.transport, grant.grant_id))
     elif not grant.writers or grant.revoke_deadline <= now:
         context.post(transfer, _E.WRITES_REVOKED)
     else:

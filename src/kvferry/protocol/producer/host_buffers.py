@@ -318,7 +318,7 @@ class HostBufferCopies:
     def _begin(self, copies: list[int]) -> None:
         for copy in copies:
             lease_copy = self._owners[copy]
-            self._outbox.actions.append(
+            self._outbox.perform(
                 CopyToHostBuffer(lease_copy.request, lease_copy.copies[copy], copy)
             )
 

@@ -7,11 +7,11 @@ then: the engine cannot free the blocks of a ticket before the grant has arrived
 (docs/decisions/003-tickets-and-serials.md).
 
 In push a consumer registers before a ticket exists. The matcher joins the registration and the
-finished prefill (`protocol/producer/push_matcher.py`). If the consumer has granted write access to its
-blocks, the producer writes instead of sending an offer (`protocol/producer/push_writer.py`); the consumer
+finished prefill (`push_matcher.py`). If the consumer has granted write access to its
+blocks, the producer writes instead of sending an offer (`push_writer.py`); the consumer
 still counts as a reader of the lease.
 
-Readers of a producer with a host buffer read a copy of the blocks (`protocol/producer/host_buffers.py`).
+Readers of a producer with a host buffer read a copy of the blocks (`host_buffers.py`).
 Such a producer sends `Ready` to each reader when the copy is complete. Before the copy is complete
 the producer neither confirms a reader nor offers that segment of a prefill. The end of a lease is
 reported only when no copy reads its blocks any more.
@@ -181,7 +181,7 @@ class Producer:
         self._leases.evict(request, now)
         self._report_ended()
         if request in self._leases:
-            self.outbox.events.append(EvictionDeferred(request))
+            self.outbox.report(EvictionDeferred(request))
 
     def _serve_pending_readers(self, request: RequestId, serial: int, now: float) -> None:
         """Attach the readers that arrived before the grant, then apply their early endings."""
@@ -282,7 +282,7 @@ class Producer:
             )
             self.outbox.reply(route, reply)
         if copied.end is not None:
-            self.outbox.events.append(copied.end)
+            self.outbox.report(copied.end)
         elif copied.failure and copied.is_open:
             # The engine still computes this request; the end of the lease is reported by `close`.
             self._push.fail(copied.request, copied.match_id, copied.failure, now)
@@ -532,4 +532,4 @@ class Producer:
     def _note_end(self, ended: LeaseEnded) -> None:
         self._push.end(ended)
         if self._host_buffer_copies.end(ended):
-            self.outbox.events.append(ended)
+            self.outbox.report(ended)

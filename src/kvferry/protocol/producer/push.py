@@ -1,7 +1,7 @@
 """The producer's half of push: checks registrations, and offers or writes prefills to readers.
 
-`PushMatcher` (`protocol/producer/push_matcher.py`) joins registrations with prefills. `PushWriter`
-(`protocol/producer/push_writer.py`) writes for readers with a write grant; all remaining readers get an
+`PushMatcher` (`push_matcher.py`) joins registrations with prefills. `PushWriter`
+(`push_writer.py`) writes for readers with a write grant; all remaining readers get an
 offer. Readers with a write grant are attached to the lease as well.
 Pure: `Producer` owns the coordinator and passes `now`; replies go to the producer's outbox.
 """

@@ -301,7 +301,7 @@ class PushWriter:
         self._landed.pop(reader, None)
         if writing.posted:
             self._posted_writes.give_up(writing)
-            self.outbox.actions.append(StopWrite(writing.posted))
+            self.outbox.perform(StopWrite(writing.posted))
 
     # -- prefills --
 
@@ -368,7 +368,7 @@ class PushWriter:
         Returns the dropped readers.
         """
         for write in self._posted_writes.take_overdue(now):
-            self.outbox.actions.append(StopWrite(write))
+            self.outbox.perform(StopWrite(write))
         silent = self._renewals.take_due(now)
         for reader in silent:
             self.drop(reader)
@@ -452,7 +452,7 @@ class PushWriter:
         target = PeerId(
             writing.incarnation.engine, writing.incarnation.epoch, writing.lease.tp_rank
         )
-        self.outbox.actions.append(
+        self.outbox.perform(
             StartWrite(
                 write, target, writing.lease.transport, tuple(segments), writing.lease.grant_id
             )
