@@ -10,7 +10,6 @@ from kvferry.cli.cluster.addresses import curl_command
 from kvferry.cli.cluster.local_cluster import UpOptions
 from kvferry.cli.main import COMMANDS, main
 from kvferry.cli.up import NEXT_QUESTION, sample_request
-from kvferry.protocol import messages
 from kvferry.protocol.messages import OLDEST_WIRE_VERSION, WIRE_VERSION
 from kvferry.types import Address
 from kvferry.vllm.release import TESTED
@@ -92,12 +91,10 @@ def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
-def test_every_wire_version_in_use_has_an_entry_in_the_changelog_and_in_the_history() -> None:
+def test_every_wire_version_in_use_has_an_entry_in_the_changelog() -> None:
     section = _text(ROOT / "CHANGELOG.md").split("## Wire versions\n")[1].split("\n## ")[0]
     listed = [int(version) for version in re.findall(r"^- \*\*(\d+)\*\* ", section, re.MULTILINE)]
     assert listed == list(range(WIRE_VERSION, OLDEST_WIRE_VERSION - 1, -1))
-    history = re.findall(r"^    (\d+)  ", messages.__doc__ or "", re.MULTILINE)
-    assert [int(version) for version in history] == list(range(1, WIRE_VERSION + 1))
 
 
 def test_every_promise_about_faults_names_a_test() -> None:

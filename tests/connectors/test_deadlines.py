@@ -108,7 +108,7 @@ class Reader:
     def shake_hands(self) -> "Reader":
         [nonce] = [
             a.message.nonce
-            for a in self.consumer.take_actions()
+            for a in self.consumer.outbox.take_actions()
             if isinstance(a, Send) and isinstance(a.message, HandshakeRequest)
         ]
         region, offer = RegionInfo("l0", 0, 64, 64, 16, "DRAM", 0), OfferInfo("memory", "", b"them")
@@ -132,7 +132,7 @@ class Reader:
     def advance(self, now: float, engine_seen_at: float = math.inf) -> list[str]:
         """Return the reasons for which the request has failed or was abandoned, if any."""
         self.consumer.advance(now, engine_seen_at)
-        for action in self.consumer.take_actions():
+        for action in self.consumer.outbox.take_actions():
             if isinstance(action, Send):
                 self.sent.append((now, action.message))
             if isinstance(action, Send) and isinstance(action.message, Heartbeat):
@@ -142,7 +142,7 @@ class Reader:
         return list(
             dict.fromkeys(
                 e.reason
-                for e in self.consumer.take_events()
+                for e in self.consumer.outbox.take_events()
                 if isinstance(e, TransferFailed | TransferAbandoned)
             )
         )
@@ -213,12 +213,12 @@ def _is_detach(sent: tuple[float, object]) -> bool:
 def test_engine_ttl_bounds_how_long_an_idle_producer_is_remembered() -> None:
     reader = Reader().track().shake_hands()
     reader.consumer.settle(R, now=1)
-    reader.consumer.take_actions()
+    reader.consumer.outbox.take_actions()
     reader.consumer.advance(29 - EARLIER)
     assert reader.consumer.num_peers == 1
     reader.consumer.advance(29)
     assert reader.consumer.num_peers == 0
-    assert ClosePeer(P, CONTROL) in reader.consumer.take_actions()
+    assert ClosePeer(P, CONTROL) in reader.consumer.outbox.take_actions()
 
 
 def test_an_engine_ttl_of_zero_forgets_nobody() -> None:

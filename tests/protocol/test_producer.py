@@ -19,7 +19,6 @@ from kvferry.protocol.messages import (
     HeartbeatReply,
     Refused,
 )
-from kvferry.protocol.producer import producer as producer_module
 from kvferry.protocol.producer.producer import Producer
 from kvferry.protocol.producer.push import ProducerSettings
 from kvferry.protocol.tickets import PushTicketKey, Ticket, TicketKey
@@ -245,7 +244,7 @@ def test_messages_for_an_earlier_life_change_nothing() -> None:
 
 
 def test_waiting_claims_and_readers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(producer_module, "MAX_PENDING_TICKETS", 1)
+    monkeypatch.setattr("kvferry.protocol.producer.pending.MAX_PENDING_TICKETS", 1)
     monkeypatch.setattr("kvferry.protocol.producer.leases.MAX_READERS", 1)
     producer = make_producer()
     producer.receive(D, Attach(ticket("a", 1), "d/1"), now=0)

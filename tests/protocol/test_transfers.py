@@ -73,7 +73,7 @@ def test_only_a_confirmed_transfer_is_done(events: list[TransferEvent]) -> None:
 
 
 def test_what_is_confirmed_is_not_lost_with_the_producer() -> None:
-    for state in (TransferState.PLACING, TransferState.RECLAIMING):
+    for state in (TransferState.PLACING, TransferState.AWAITING_REVOKED):
         for event in set(FAILURE_EVENTS) - {TransferEvent.ABORTED}:
             assert (state, event) in IGNORED
 

@@ -17,6 +17,11 @@ _MAX_STALE = 64
 """The heap may hold this many stale entries before a rebuild is considered."""
 
 
+def earliest(*deadlines: float | None) -> float | None:
+    """Return the earliest of several deadlines, each of which may be unset."""
+    return min((at for at in deadlines if at is not None), default=None)
+
+
 @dataclass(slots=True)
 class Deadlines(Generic[K]):
     """One deadline per key, in a heap with lazy removal.

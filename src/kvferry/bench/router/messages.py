@@ -175,7 +175,7 @@ def _params(num_tokens: int) -> dict[str, Any]:
     )
     runs = [runs_from_blocks(blocks)]
     ticket = Ticket(
-        name, "0" * 32, request, 1, "127.0.0.1", port, 1, BLOCK_TOKENS, runs, tokens, ttl_s=30.0
+        name, "0" * 32, request, 1, "127.0.0.1", port, 1, BLOCK_TOKENS, runs, tokens, 30.0
     )
     return {
         "do_remote_prefill": True,

@@ -53,6 +53,7 @@ from kvferry.protocol.consumer.transfer import (
     reader_name,
 )
 from kvferry.protocol.consumer.write_grants import receive_write_report, revoke
+from kvferry.protocol.heartbeats import earliest
 from kvferry.protocol.messages import (
     Confirmed,
     HandshakeRefused,
@@ -74,7 +75,7 @@ from kvferry.types import Address, EngineIncarnation, Epoch, PeerId, RequestId
 _E = TransferEvent
 # In CONFIRMING, `Confirmed` or `Refused` is in flight and is the more precise answer. In the other
 # two the producer has withdrawn the lease or dropped the registration, as expected.
-_LEASE_MAY_END = (TransferState.CONFIRMING, TransferState.RETURNING, TransferState.RETRACTING)
+_LEASE_MAY_END = (TransferState.CONFIRMING, TransferState.RETURNING, TransferState.RETURNING_BLOCKS)
 
 
 class Consumer:
@@ -118,8 +119,7 @@ class Consumer:
 
     def track(self, request: RequestId, ticket: Ticket, ticket_text: str, now: float) -> None:
         """Attach a request that arrived with a valid ticket and keep its lease alive from now on.
-
-        A request that is tracked already is ignored.
+        A request that is tracked already is ignored, here and in `expect`.
         """
         self._begin(request, Origin.of(ticket, ticket_text), now)
 
@@ -141,10 +141,7 @@ class Consumer:
         push_info: PushInfo,
         now: float,
     ) -> None:
-        """Register a push request whose KV the producer at `address` is about to compute.
-
-        A request that is tracked already is ignored.
-        """
+        """Register a push request whose KV the producer at `address` is about to compute."""
         self._begin(request, Origin(incarnation, address, tp_size, push_info=push_info), now)
 
     def _begin(self, request: RequestId, origin: Origin, now: float) -> None:
@@ -385,12 +382,11 @@ class Consumer:
         )
 
     def next_deadline(self) -> float | None:
-        deadlines = (
+        return earliest(
             self._transfers.next_deadline(),
             self._peers.next_deadline(),
             self._client.next_deadline(),
         )
-        return min((at for at in deadlines if at is not None), default=None)
 
     # -- internals --
 
@@ -459,37 +455,31 @@ class Consumer:
 
     def _receive_ready(self, address: str, message: Ready) -> None:
         transfer = self._transfers.of_reader(message.reader)
-        if (
-            transfer is None
-            or not transfer.is_offered
-            or transfer.state not in BEFORE_READING
-            or transfer.lease != message.lease
-        ):
-            return
-        rank = self._peers.rank_at(
-            transfer.incarnation, address, transfer.outstanding.ready_replies
-        )
-        if rank is None:
-            return
-        transfer.outstanding.ready_replies.discard(rank)
-        if not transfer.outstanding.ready_replies:
-            self._context.post(transfer, _E.PEER_READY)
+        if transfer is not None and transfer.state in BEFORE_READING and transfer.is_offered:
+            waited_for = transfer.outstanding.ready_replies
+            self._receive_last(address, message, transfer, waited_for, _E.PEER_READY)
 
     def _receive_confirmed(self, address: str, message: Confirmed) -> None:
         transfer = self._transfers.of_reader(message.reader)
-        if (
-            transfer is None
-            or transfer.state is not TransferState.CONFIRMING
-            or transfer.lease != message.lease
-        ):
-            return
-        waited_for = transfer.outstanding.confirmations
+        if transfer is not None and transfer.state is TransferState.CONFIRMING:
+            waited_for = transfer.outstanding.confirmations
+            self._receive_last(address, message, transfer, waited_for, _E.CONFIRMED)
+
+    def _receive_last(
+        self,
+        address: str,
+        message: Ready | Confirmed,
+        transfer: Transfer,
+        waited_for: set[int],
+        event: TransferEvent,
+    ) -> None:
+        """Post the event when the last of the ranks `waited_for` has answered."""
         rank = self._peers.rank_at(transfer.incarnation, address, waited_for)
-        if rank is None:
+        if rank is None or transfer.lease != message.lease:
             return
         waited_for.discard(rank)
         if not waited_for:
-            self._context.post(transfer, _E.CONFIRMED)
+            self._context.post(transfer, event)
 
     def _receive_refused(self, message: Refused) -> None:
         transfer = self._transfers.of_reader(message.reader)

@@ -322,7 +322,7 @@ def _sent_name(transfer: Transfer) -> str:
 
 
 _BEGAN = (TransferState.MOVING, TransferState.FILLING)
-_MOVED = (TransferState.CONFIRMING, TransferState.RECLAIMING)
+_MOVED = (TransferState.CONFIRMING, TransferState.AWAITING_REVOKED)
 
 
 @dataclass(slots=True)

@@ -117,7 +117,10 @@ def lose_peer(context: ConsumerContext, lost: LostPeer) -> None:
     for transfer in context.transfers.of_incarnation(lost.incarnation):
         if transfer.is_known_to_producer:
             transfer.reader_status = ReaderStatus.UNKNOWN
-        grant, is_revoking = transfer.to.write_grant, transfer.state in (_S.RECLAIMING, _S.REVOKING)
+        grant, is_revoking = (
+            transfer.to.write_grant,
+            transfer.state in (_S.AWAITING_REVOKED, _S.REVOKING),
+        )
         if lost.is_over and is_revoking and grant is not None and not grant.is_fenced:
             # The process that could have written has ended. A fenced grant still waits for its
             # transport, because bytes that the process had sent may be in flight.
@@ -143,11 +146,11 @@ def _report_reservation(context: ConsumerContext, transfer: Transfer, now: float
         context.outbox.report(ReservationGranted(transfer.request))
 
 
-def _doom(context: ConsumerContext, transfer: Transfer, now: float) -> None:
+def _report_refusal(context: ConsumerContext, transfer: Transfer, now: float) -> None:
     if transfer.origin.is_optional:
         context.transfers.set_deadline(transfer, None)
         context.outbox.report(ReservationRefused(transfer.request, transfer.reason))
-    # A doomed transfer may wait a long time for its blocks, only to fail then. Detach now, so that
+    # A failing transfer may wait a long time for its blocks, only to fail then. Detach now, so that
     # no producer rank holds blocks for the transfer meanwhile.
     context.client.send_detach(transfer)
 
@@ -313,13 +316,13 @@ ON_ENTER: dict[TransferState, Callable[[ConsumerContext, Transfer, float], None]
     _S.RETURNING: _stop_reads,
     _S.STOPPING: _abandon,
     _S.FILLING: grant_writes,
-    _S.RECLAIMING: begin_revoke,
-    _S.RETRACTING: begin_revoke,
+    _S.AWAITING_REVOKED: begin_revoke,
+    _S.RETURNING_BLOCKS: begin_revoke,
     _S.REVOKING: abandon_writes,
     _S.CONFIRMING: _ask_confirmation,
     _S.PLACING: _place,
     _S.DISCARDING: _abandon,
-    _S.DOOMED: _doom,
+    _S.FAILING: _report_refusal,
     _S.DONE: _finish,
     _S.FAILED: _give_up,
     _S.ENDED: _give_up,

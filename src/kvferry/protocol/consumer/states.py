@@ -1,9 +1,8 @@
 """The state machine of a transfer: one request's KV on its way into our blocks.
 
-A transfer is one request's KV on its way into our blocks. The state machine is the table
-`TRANSITIONS`, which maps a state and an event to the next state. `IGNORED` lists the events that
-change nothing in a state. An event in neither is a bug of ours. `ON_ENTER` in
-`receiving.py` says what the consumer does when a transfer enters a state.
+The state machine is the table `TRANSITIONS`, which maps a state and an event to the next state.
+`IGNORED` lists the events that change nothing in a state. An event in neither is a bug of ours.
+`ON_ENTER` in `receiving.py` says what the consumer does when a transfer enters a state.
 
     TRACKED ── peer ready ──> READY ── blocks ──> MOVING ── moved ──> CONFIRMING
        └────── blocks ──> WAITING ── peer ready ───^ │                 │    └─ failure ─> FAILED
@@ -13,13 +12,13 @@ change nothing in a state. An event in neither is a bug of ours. `ON_ENTER` in
 
     While the prefill computes:   MOVING ── caught up ──> CAUGHT_UP ── tokens ready ──> MOVING
     In push the producer may write instead:
-    WAITING ── writes granted ──> FILLING ── moved ──> RECLAIMING ── writes revoked ──> PLACING
+    WAITING ── writes granted ──> FILLING ── moved ──> AWAITING_REVOKED ── revoked ──> PLACING
 
 TRACKED     The consumer knows the request, and the engine has no blocks for it yet. A transfer
             whose offer was withdrawn starts here again, with or without blocks.
 CAUGHT_UP   Every token that is ready has been read. The next offer continues the transfer.
 FILLING     The producer may write into our blocks at any time, and reports the last write.
-DOOMED      A failure happened before the engine had blocks for the transfer. The transfer fails as
+FAILING     A failure happened before the engine had blocks for the transfer. The transfer fails as
             soon as the engine allocates blocks.
 PLACING     The bytes are confirmed, so the producer no longer matters. The blocks are rearranged
             into our order and copied out of the host buffer; if neither is needed, PLACING ends
@@ -29,10 +28,10 @@ ENDED       The transfer is over and never had blocks, so there is nothing to re
 In five states something may still write into our blocks, so the blocks are neither used nor given
 back to the engine until the writing has ended:
 
-    still writing        then used      then the transfer starts again      then failed
-    reads in flight      -              RETURNING (offer withdrawn)         STOPPING
-    the producer         RECLAIMING     RETRACTING (it cannot write all)    REVOKING
-    the block store      (PLACING)      -                                   DISCARDING
+    still writing      then used          then the transfer starts again            then failed
+    reads in flight    -                  RETURNING (offer withdrawn)               STOPPING
+    the producer       AWAITING_REVOKED   RETURNING_BLOCKS (it cannot write all)    REVOKING
+    the block store    (PLACING)          -                                         DISCARDING
 
 Pure: the caller passes `now` (local monotonic seconds).
 """
@@ -51,13 +50,13 @@ class TransferState(StrEnum):
     RETURNING = "returning"
     STOPPING = "stopping"
     FILLING = "filling"
-    RECLAIMING = "reclaiming"
-    RETRACTING = "retracting"
+    AWAITING_REVOKED = "awaiting revoked"
+    RETURNING_BLOCKS = "returning blocks"
     REVOKING = "revoking"
     CONFIRMING = "confirming"
     PLACING = "placing"
     DISCARDING = "discarding"
-    DOOMED = "doomed"
+    FAILING = "failing"
     DONE = "done"
     FAILED = "failed"
     ENDED = "ended"
@@ -96,7 +95,7 @@ class TransferEvent(StrEnum):
 _S, _E = TransferState, TransferEvent
 FINAL = frozenset({_S.DONE, _S.FAILED, _S.ENDED})
 BEFORE_READING = frozenset({_S.TRACKED, _S.WAITING})
-REVOKING_STATES = frozenset({_S.RECLAIMING, _S.RETRACTING, _S.REVOKING})
+REVOKING_STATES = frozenset({_S.AWAITING_REVOKED, _S.RETURNING_BLOCKS, _S.REVOKING})
 """States in which a write grant is being revoked."""
 GRANTED = REVOKING_STATES | {_S.FILLING}
 """States in which a producer may be writing into our blocks."""
@@ -110,13 +109,13 @@ TRANSITIONS: dict[tuple[TransferState, TransferEvent], TransferState] = {
     (_S.TRACKED, _E.BLOCKS_ALLOCATED): _S.WAITING,
     (_S.READY, _E.BLOCKS_ALLOCATED): _S.MOVING,
     (_S.WAITING, _E.PEER_READY): _S.MOVING,
-    **{(_S.TRACKED, event): _S.DOOMED for event in _LOSS},
-    **{(_S.READY, event): _S.DOOMED for event in _LOSS},
+    **{(_S.TRACKED, event): _S.FAILING for event in _LOSS},
+    **{(_S.READY, event): _S.FAILING for event in _LOSS},
     **{(_S.WAITING, event): _S.FAILED for event in _FAILURE},
-    (_S.DOOMED, _E.BLOCKS_ALLOCATED): _S.FAILED,
+    (_S.FAILING, _E.BLOCKS_ALLOCATED): _S.FAILED,
     **{
         (state, event): _S.ENDED
-        for state in (_S.TRACKED, _S.READY, _S.DOOMED)
+        for state in (_S.TRACKED, _S.READY, _S.FAILING)
         for event in (_E.ABORTED, _E.SETTLED)
     },
     # The consumer reads. Reads are in flight in MOVING, RETURNING and STOPPING only.
@@ -142,13 +141,13 @@ TRANSITIONS: dict[tuple[TransferState, TransferEvent], TransferState] = {
     **{(_S.RETURNING, event): _S.STOPPING for event in _FAILURE},
     # The producer writes.
     (_S.WAITING, _E.WRITES_GRANTED): _S.FILLING,
-    (_S.FILLING, _E.BYTES_MOVED): _S.RECLAIMING,
-    (_S.FILLING, _E.MOVE_FAILED): _S.RETRACTING,
+    (_S.FILLING, _E.BYTES_MOVED): _S.AWAITING_REVOKED,
+    (_S.FILLING, _E.MOVE_FAILED): _S.RETURNING_BLOCKS,
     **{(_S.FILLING, event): _S.REVOKING for event in _FAILURE},
-    (_S.RECLAIMING, _E.WRITES_REVOKED): _S.PLACING,
-    (_S.RECLAIMING, _E.ABORTED): _S.REVOKING,
-    (_S.RETRACTING, _E.WRITES_REVOKED): _S.TRACKED,
-    **{(_S.RETRACTING, event): _S.REVOKING for event in _FAILURE},
+    (_S.AWAITING_REVOKED, _E.WRITES_REVOKED): _S.PLACING,
+    (_S.AWAITING_REVOKED, _E.ABORTED): _S.REVOKING,
+    (_S.RETURNING_BLOCKS, _E.WRITES_REVOKED): _S.TRACKED,
+    **{(_S.RETURNING_BLOCKS, event): _S.REVOKING for event in _FAILURE},
     (_S.REVOKING, _E.WRITES_REVOKED): _S.FAILED,
     # The block store puts the confirmed bytes into place.
     (_S.PLACING, _E.PLACED): _S.DONE,
@@ -160,9 +159,9 @@ TRANSITIONS: dict[tuple[TransferState, TransferEvent], TransferState] = {
 
 IGNORED: frozenset[tuple[TransferState, TransferEvent]] = frozenset(
     {
-        *((_S.DOOMED, event) for event in _LOSS),
+        *((_S.FAILING, event) for event in _LOSS),
         # Every byte has arrived, so the producer no longer matters.
-        *((state, event) for state in (_S.RECLAIMING, _S.PLACING) for event in _LOSS),
+        *((state, event) for state in (_S.AWAITING_REVOKED, _S.PLACING) for event in _LOSS),
         # The transfer has failed already. Only the end of the writing ends these states: bytes may
         # still land in the blocks.
         *(

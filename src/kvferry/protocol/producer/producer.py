@@ -21,15 +21,11 @@ Pure: the caller feeds commands and messages, passes `now`, and empties the outb
 """
 
 import math
-from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-
-import msgspec
 
 from kvferry.errors import InvalidTicket
 from kvferry.events import EvictionDeferred, LeaseEnded
-from kvferry.protocol.heartbeats import READ_BEGINS, Deadlines
+from kvferry.protocol.heartbeats import READ_BEGINS, earliest
 from kvferry.protocol.messages import (
     Attach,
     Confirm,
@@ -46,35 +42,12 @@ from kvferry.protocol.messages import (
 )
 from kvferry.protocol.producer.host_buffers import BlockTables, HostBufferCopies, Publication
 from kvferry.protocol.producer.leases import LeaseTable, TicketStatus
+from kvferry.protocol.producer.pending import MAX_PENDING_TICKETS, PendingTickets
 from kvferry.protocol.producer.push import ProducerSettings, PushCoordinator
 from kvferry.protocol.producer.push_writer import PushWriter
-from kvferry.protocol.tickets import PushTicketKey, Ticket, TicketKey
+from kvferry.protocol.tickets import PushTicketKey, TicketKey
 from kvferry.types import RequestId, Route
 
-
-@dataclass(slots=True)
-class PendingReaders:
-    """Readers with a genuine ticket that arrived before the grant of the lease."""
-
-    serial: int
-    """Serial of the readers' ticket. A preempted prefill may have an earlier lease, with a lower
-    serial.
-    """
-    readers: dict[str, tuple[Route, Attach]] = field(default_factory=dict)
-    """Maps each reader to the route for replies and to the reader's `Attach`."""
-    ends: dict[str, Confirm | Detach] = field(default_factory=dict)
-    """Maps each reader that has finished before the grant to the reader's last message."""
-    is_abandoned: bool = False
-    """Whether the lease is to be abandoned as soon as it is granted."""
-
-
-# -- producer --
-# Turns the engine's commands and the readers' messages into lease changes and replies.
-
-
-MAX_PENDING_TICKETS = 10_000
-"""Maximum number of tickets that wait for a grant. Peers cause these entries, so they are bounded.
-"""
 READ_WATCH_S = 1.0
 """How long after a reader's `Attach` or read announcement the worker polls transports more often.
 
@@ -103,10 +76,7 @@ class Producer:
         self._settings = settings
         self._key = key
         self._leases = LeaseTable(settings.lease_ttl_s, settings.lease_extension_s)
-        self._pending: dict[RequestId, PendingReaders] = {}
-        self._pending_deadlines: Deadlines[RequestId] = Deadlines()
-        self._pending_by_transport: Counter[str] | None = None
-        """Number of unfinished pending readers by transport; None means: count again."""
+        self._pending = PendingTickets(settings.grant_wait_s)
         self._host_buffer_copies = HostBufferCopies(self.outbox)
         self._push = PushCoordinator(
             settings,
@@ -130,16 +100,7 @@ class Producer:
 
     def num_readers(self, transport: str) -> int:
         """Return how many readers may be reading our blocks with this transport right now."""
-        if self._pending_by_transport is None:
-            ahead = (
-                (pending, attach)
-                for pending in self._pending.values()
-                for _, attach in pending.readers.values()
-            )
-            self._pending_by_transport = Counter(
-                attach.transport for pending, attach in ahead if attach.reader not in pending.ends
-            )
-        return self._leases.num_readers(transport) + self._pending_by_transport[transport]
+        return self._leases.num_readers(transport) + self._pending.num_readers(transport)
 
     def is_copying(self, blocks: Collection[int]) -> bool:
         """Return whether a copy of one of these blocks to the host buffer is running or queued."""
@@ -185,12 +146,9 @@ class Producer:
 
     def _serve_pending_readers(self, request: RequestId, serial: int, now: float) -> None:
         """Attach the readers that arrived before the grant, then apply their early endings."""
-        pending = self._pending.get(request)
-        if pending is None or pending.serial > serial:
+        pending = self._pending.take(request, serial)
+        if pending is None:
             return
-        del self._pending[request]
-        self._pending_deadlines.drop(request)
-        self._pending_by_transport = None
         for route, attach in pending.readers.values():
             self._attach(request, attach, route, now)
         for end in pending.ends.values():
@@ -312,9 +270,7 @@ class Producer:
 
     def abandon(self, request: RequestId) -> None:
         """Settle a lease that no further reader will attach to; attached readers may finish."""
-        pending = self._pending.get(request)
-        if pending is not None:
-            pending.is_abandoned = True
+        self._pending.abandon(request)
         self._leases.abandon(request)
         self._report_ended()
 
@@ -354,27 +310,16 @@ class Producer:
             self._note_end(ended)
         self._push.advance(now)
         self._report_ended()
-        for request in self._pending_deadlines.take_due(now):
-            pending, self._pending_by_transport = self._pending[request], None
-            for reader in [reader for reader in pending.readers if reader not in pending.ends]:
-                route, _ = pending.readers.pop(reader)
-                self._refuse(
-                    route,
-                    request,
-                    reader,
-                    f"no lease was granted within {self._settings.grant_wait_s:g} s",
-                )
-            # Keep an early `Confirm` until the grant arrives: the `Confirm` then settles the lease.
-            if not any(isinstance(end, Confirm) for end in pending.ends.values()):
-                del self._pending[request]
+        reason = f"no lease was granted within {self._settings.grant_wait_s:g} s"
+        for route, request, reader in self._pending.take_overdue(now):
+            self._refuse(route, request, reader, reason)
 
     def next_deadline(self) -> float | None:
-        deadlines = (
-            self._pending_deadlines.next(),
+        return earliest(
+            self._pending.next_deadline(),
             self._leases.next_deadline(),
             self._push.next_deadline(),
         )
-        return min((at for at in deadlines if at is not None), default=None)
 
     def _receive_attach(self, route: Route, message: Attach, now: float) -> None:
         try:
@@ -394,27 +339,17 @@ class Producer:
             case TicketStatus.HELD:
                 self._attach(ticket.lease, message, route, now)
             case TicketStatus.PENDING:
-                self._add_pending(ticket, message, route, now)
+                if not self._pending.add(ticket, message, route, now):
+                    self._refuse(
+                        route,
+                        ticket.lease,
+                        message.reader,
+                        f"more than {MAX_PENDING_TICKETS} tickets wait for their lease",
+                    )
             case TicketStatus.GONE:
                 self._refuse(
                     route, ticket.lease, message.reader, "the lease has ended", ticket.serial
                 )
-
-    def _add_pending(self, ticket: Ticket, message: Attach, route: Route, now: float) -> None:
-        if ticket.lease not in self._pending and len(self._pending) >= MAX_PENDING_TICKETS:
-            self._refuse(
-                route,
-                ticket.lease,
-                message.reader,
-                f"more than {MAX_PENDING_TICKETS} tickets wait for their lease",
-            )
-            return
-        if ticket.lease not in self._pending or self._pending[ticket.lease].serial < ticket.serial:
-            self._pending[ticket.lease] = PendingReaders(ticket.serial)
-            self._pending_deadlines.set(ticket.lease, now + self._settings.grant_wait_s)
-        pending, self._pending_by_transport = self._pending[ticket.lease], None
-        pending.readers[message.reader] = (route, msgspec.structs.replace(message, ticket=""))
-        pending.ends.pop(message.reader, None)
 
     def _receive_heartbeat(self, route: Route, message: Heartbeat, now: float) -> None:
         gone: Sequence[str] = message.leases
@@ -429,44 +364,39 @@ class Producer:
 
     def _receive_end(self, route: Route, message: Confirm | Detach, now: float) -> None:
         request = RequestId(message.lease)
-        pending = self._pending.get(request)
-        if message.epoch == self._settings.epoch and isinstance(message, Detach):
+        if isinstance(message, Confirm):
+            refusal = self._confirm(request, message, now)
+            if refusal:
+                self._refuse(route, request, message.reader, refusal, message.serial)
+            else:
+                self.outbox.reply(route, Confirmed(request, message.reader))
+        elif message.epoch == self._settings.epoch:
             # The offer of another producer rank may have made the reader attach here before this
             # rank has sent its own offer; so the reader may still be registered with the matcher.
             self._push.leave(message.reader)
             self._host_buffer_copies.leave(request, message.reader)
+            if not self._pending.end(request, message):
+                self._leases.detach(request, message.reader)
+
+    def _confirm(self, request: RequestId, message: Confirm, now: float) -> str:
+        """Return why the reader is not confirmed; empty if the reader may use what it read."""
         if message.epoch != self._settings.epoch:
-            if isinstance(message, Confirm):
-                self._refuse(
-                    route,
-                    request,
-                    message.reader,
-                    "the producer has restarted since the ticket was issued",
-                    message.serial,
-                )
-        elif isinstance(message, Confirm) and self._is_unready(request, message.reader):
-            self._refuse(
-                route,
-                request,
-                message.reader,
-                "the blocks were not ready to be read",
-                message.serial,
-            )
-        elif (
-            pending is not None
-            and message.reader in pending.readers
-            and (isinstance(message, Detach) or message.serial in (0, pending.serial))
-        ):
-            pending.ends[message.reader] = message
-            self._pending_by_transport = None
-            if isinstance(message, Confirm):
-                # Confirming before the grant is safe: the engine frees blocks only after their
-                # lease has ended, and this lease has not begun.
-                self.outbox.reply(route, Confirmed(request, message.reader))
-        elif isinstance(message, Confirm):
-            self._confirm(request, message, route, now)
-        else:
-            self._leases.detach(request, message.reader)
+            return "the producer has restarted since the ticket was issued"
+        if self._is_unready(request, message.reader):
+            return "the blocks were not ready to be read"
+        if self._pending.end(request, message):
+            # Confirming before the grant is safe: the engine frees blocks only after their lease
+            # has ended, and this lease has not begun.
+            return ""
+        is_other = (
+            message.serial
+            and self._leases.ticket_status(request, message.serial) is not TicketStatus.HELD
+        )
+        if is_other or not self._leases.confirm(request, message.reader, now):
+            return "the lease ended before the read was confirmed"
+        # The reader has all tokens it wanted, even if the prefill will publish more.
+        self._push.leave(message.reader)
+        return ""
 
     def confirm_writes(self, now: float) -> None:
         """Confirm the writes that had landed before this tick's commands and are still leased.
@@ -495,24 +425,6 @@ class Producer:
                 self.outbox.reply(route, Ready(request, message.reader))
         elif message.wants_ready:
             self.outbox.reply(route, Ready(request, message.reader))
-
-    def _confirm(self, request: RequestId, message: Confirm, route: Route, now: float) -> None:
-        is_other = (
-            message.serial
-            and self._leases.ticket_status(request, message.serial) is not TicketStatus.HELD
-        )
-        if not is_other and self._leases.confirm(request, message.reader, now):
-            self.outbox.reply(route, Confirmed(request, message.reader))
-            # The reader has all tokens it wanted, even if the prefill will publish more.
-            self._push.leave(message.reader)
-        else:
-            self._refuse(
-                route,
-                request,
-                message.reader,
-                "the lease ended before the read was confirmed",
-                message.serial,
-            )
 
     def _refuse(
         self, route: Route, request: RequestId, reader: str, reason: str, serial: int = 0

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from kvferry.errors import InvalidTicket
 from kvferry.events import LeaseEnded
+from kvferry.protocol.heartbeats import earliest
 from kvferry.protocol.messages import (
     PushCancel,
     PushOffer,
@@ -180,14 +181,7 @@ class PushCoordinator:
                 self.leases.detach(request, reader, LeaseEnd.EXPIRED)
 
     def next_deadline(self) -> float | None:
-        return min(
-            (
-                at
-                for at in (self._matcher.next_deadline(), self.writers.next_deadline())
-                if at is not None
-            ),
-            default=None,
-        )
+        return earliest(self._matcher.next_deadline(), self.writers.next_deadline())
 
     # -- internals --
 

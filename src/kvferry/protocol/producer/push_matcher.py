@@ -25,7 +25,7 @@ Pure: the caller passes `now` (local monotonic seconds) and handles the `results
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvferry.protocol.heartbeats import Deadlines
+from kvferry.protocol.heartbeats import Deadlines, earliest
 from kvferry.protocol.messages import (
     PushCancel,
     PushOffer,
@@ -334,17 +334,10 @@ class PushMatcher:
         self._tombstones.expire(now)
 
     def next_deadline(self) -> float | None:
-        return min(
-            (
-                at
-                for at in (
-                    self._expiry.next(),
-                    self._leg_deadlines.next(),
-                    self._tombstones.next_deadline(),
-                )
-                if at is not None
-            ),
-            default=None,
+        return earliest(
+            self._expiry.next(),
+            self._leg_deadlines.next(),
+            self._tombstones.next_deadline(),
         )
 
     # -- internals --

@@ -28,7 +28,7 @@ from kvferry.errors import RemoteProtocolError
 from kvferry.protocol.actions import StartWrite, StopWrite
 from kvferry.protocol.consumer.transfer import next_tokens, reader_name
 from kvferry.protocol.fingerprints import shared_prefix
-from kvferry.protocol.heartbeats import Deadlines
+from kvferry.protocol.heartbeats import Deadlines, earliest
 from kvferry.protocol.messages import (
     PushRegistration,
     Revoke,
@@ -207,14 +207,8 @@ class PushWriter:
             or incarnation.engine == self.settings.engine
             or len(self._writings) >= MAX_WRITERS
         ):
-            self.outbox.reply(
-                route,
-                WriteFailed(
-                    message.reader,
-                    lease.grant_id,
-                    "this producer cannot write to the decode engine",
-                ),
-            )
+            reason = "this producer cannot write to the decode engine"
+            self.outbox.reply(route, WriteFailed(message.reader, lease.grant_id, reason))
             return
         names = (
             reader_name(incarnation.engine, RequestId(message.request_id), rank)
@@ -246,9 +240,8 @@ class PushWriter:
             lease is None
             or not lease.tp_rank < tp_size <= MAX_TP_SIZE
             or not all(can_divide(count, tp_size) for count in self.peers.geometry.head_counts)
+            or message.decode_epoch == UNKNOWN_EPOCH
         ):
-            return None
-        if message.decode_epoch == UNKNOWN_EPOCH:
             return None
         try:
             lease.tokens.check()
@@ -416,14 +409,7 @@ class PushWriter:
             self.drop(reader)
 
     def next_deadline(self) -> float | None:
-        return min(
-            (
-                at
-                for at in (self._renewals.next(), self._posted_writes.next_deadline())
-                if at is not None
-            ),
-            default=None,
-        )
+        return earliest(self._renewals.next(), self._posted_writes.next_deadline())
 
     # -- internals --
 
