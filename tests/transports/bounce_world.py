@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.transports.base import Completion, Handle, Segments
+from kvferry.transports.base import Completion, Handle, Operation, Segments
 from kvferry.transports.copy.gather import AddressCopier, HostAddressCopier
 from kvferry.transports.copy.segments import Descriptors
 from kvferry.transports.nixl.bounce.initiator import BounceTransfers
@@ -40,6 +40,14 @@ class DescriptorMover:
     is_broken: bool = False
     metadata: list[bytes] = field(default_factory=list)
     """The metadata of the peers that was loaded."""
+    direct: list[Handle] = field(default_factory=list)
+    """The transfers that were started without bounce buffers."""
+
+    def start(
+        self, peer: PeerId, segments: Sequence[Segments], operation: Operation, handle: Handle
+    ) -> Handle:
+        self.direct.append(handle)
+        return handle
 
     def update_metadata(self, peer: PeerId, metadata: bytes) -> None:
         self.metadata.append(metadata)
@@ -110,15 +118,19 @@ class Party:
             bounce_buffer, self.served_slots, self.regions, b"with the buffer", RECLAIM_S
         )
         self.ended: dict[Handle, str | None] = {}
-        self.fallbacks: list[Handle] = []
         self.last = 0
 
     def start(self, other: "Party", segments: Sequence[Segments], *, is_read: bool) -> Handle:
         self.last += 1
+        operation = Operation.READ if is_read else Operation.WRITE
         self.transfers.start(
-            Handle(self.last), other.peer, other.name, segments, self.regions, is_read=is_read
+            Handle(self.last), other.peer, other.name, operation, segments, self.regions
         )
         return Handle(self.last)
+
+    @property
+    def fallbacks(self) -> list[Handle]:
+        return self.mover.direct
 
     @property
     def is_quiet(self) -> bool:
@@ -150,15 +162,16 @@ class World:
                 assert party.transfers.settle(completion, self.now)
             party.transfers.advance(self.now)
             party.slot_server.advance(self.now)
-            for receiver, messages in (
-                *party.transfers.take_outgoing(),
-                *party.slot_server.take_outgoing(),
-            ):
-                self.mail += [(name, receiver, message) for message in messages]
+            for outgoing in (party.transfers.outgoing, party.slot_server.outgoing):
+                self.mail += [
+                    (name, receiver, message)
+                    for receiver, messages in outgoing.drain()
+                    for message in messages
+                ]
+            self.mail += [(name, receiver, part) for receiver, part in party.transfers.parts()]
             for completion in party.transfers.take_ended():
                 assert completion.handle not in party.ended
                 party.ended[completion.handle] = completion.error
-            party.fallbacks += [handle for handle, *_ in party.transfers.take_fallbacks()]
 
     def deliver(self) -> None:
         mail, self.mail = self.mail, []

@@ -7,6 +7,7 @@ allocator that counts bytes, and that can be out of memory.
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from kvferry.errors import TransportError
 from kvferry.transports.base import Completion, DataTransport, Segments
 from kvferry.transports.memory import MemoryNetwork, MemoryTransport
 from kvferry.transports.nixl.bounce import transport as bounce_transport
-from kvferry.transports.nixl.bounce.memory import BufferMemory, HostMemory
+from kvferry.transports.nixl.bounce.memory import BufferMemory, allocate_buffer
 from kvferry.transports.nixl.bounce.settings import BounceSettings
 from kvferry.transports.nixl.bounce.transport import BounceNixlTransport
 from kvferry.transports.nixl.transport import NixlTransport
@@ -40,25 +41,18 @@ class CountingAllocator:
             raise TransportError("out of memory")
         self.num_allocated += 1
         self.held_bytes += size_bytes
-        return CountedMemory(self, size_bytes)
+        memory = allocate_buffer(size_bytes, like)
+        address = 0 if self.gives_null else memory.address
+        return CountedMemory(address, size_bytes, memory.owner, self)
 
 
-class CountedMemory:
-    def __init__(self, allocator: CountingAllocator, size_bytes: int) -> None:
-        self._allocator = allocator
-        self._memory = HostMemory.allocate(size_bytes)
-
-    @property
-    def address(self) -> int:
-        return 0 if self._allocator.gives_null else self._memory.address
-
-    @property
-    def size_bytes(self) -> int:
-        return self._memory.size_bytes
+@dataclass(slots=True)
+class CountedMemory(BufferMemory):
+    allocator: CountingAllocator
 
     def close(self) -> None:
-        self._allocator.held_bytes -= self._memory.size_bytes
-        self._memory.close()
+        self.allocator.held_bytes -= self.size_bytes
+        BufferMemory.close(self)
 
 
 class Engine:

@@ -33,7 +33,7 @@ from kvferry.transports.nixl.bounce.messages import (
 )
 from kvferry.transports.nixl.bounce.settings import BounceSettings, is_fragmented
 from kvferry.transports.nixl.bounce.slots import (
-    RegionSegments,
+    Direction,
     SegmentStream,
     Slot,
     SlotTable,
@@ -209,8 +209,8 @@ def test_gathered_in_chunks_and_scattered_again_a_stream_is_what_it_was(
     at = 0
     while at < streams[0].total_bytes:
         end = min(streams[0].total_bytes, at + min(chunk, slot_bytes))
-        copier.start(streams[0].gathered(at, end, bounce_buffer.ctypes.data, slot))
-        copier.start(streams[1].scattered(at, end, bounce_buffer.ctypes.data, slot))
+        for stream, direction in zip(streams, Direction, strict=True):
+            copier.start(stream.copies(at, end, slot, bounce_buffer.ctypes.data, direction))
         at = end
     for (size, slots), source, target in zip(plan, sources, targets, strict=True):
         expected = np.zeros_like(source)
@@ -224,22 +224,37 @@ def test_gathered_in_chunks_and_scattered_again_a_stream_is_what_it_was(
 def test_equal_segments_that_are_not_cut_are_one_kind_of_copies() -> None:
     stream = SegmentStream()
     for region in range(3):
-        stream.append(RegionSegments(1000 * region, 64, np.arange(8, dtype=np.int64) * 64))
-    assert {part.size_bytes for part in stream.gathered(128, 1024, 0, Slot(0, 1024))} == {64}
+        stream.append(1000 * region, 64, np.arange(8, dtype=np.int64) * 64)
+    copies = stream.copies(128, 1024, Slot(0, 1024), 0, Direction.GATHER)
+    assert {part.size_bytes for part in copies} == {64}
+
+
+def test_regions_that_share_their_offsets_share_a_list_of_copies() -> None:
+    stream, shared = SegmentStream(), np.arange(8, dtype=np.int64)[::-1] * 64
+    for region in range(5000):
+        stream.append(1000 * region, 64, shared)
+    total, slot = stream.total_bytes, Slot(0, stream.total_bytes)
+    gathered = stream.copies(0, total, slot, 7, Direction.GATHER)
+    assert [part.num_places for part in gathered] == [2048, 2048, 904]
+    assert all(part.sources is shared for part in gathered)
+    assert gathered[0].source_bases[:2] == (0, 1000)
+    assert gathered[0].target_bases[:2] == (7, 7 + 8 * 64)
+    scattered = stream.copies(0, total, slot, 7, Direction.SCATTER)
+    assert all(part.targets is shared for part in scattered)
 
 
 def test_more_than_a_slot_holds_is_not_cut() -> None:
     stream = SegmentStream()
-    stream.append(RegionSegments(0, 64, np.arange(8, dtype=np.int64)))
+    stream.append(0, 64, np.arange(8, dtype=np.int64))
     for start, end in ((0, 513), (-1, 5), (5, 4), (0, 101)):
         with pytest.raises(LocalProtocolError):
-            stream.gathered(start, end, 0, Slot(0, 100))
+            stream.copies(start, end, Slot(0, 100), 0, Direction.GATHER)
 
 
 def _stream(plan: list[tuple[int, list[int]]], memories: list[np.ndarray]) -> SegmentStream:
     stream = SegmentStream()
     for (size, slots), memory in zip(plan, memories, strict=True):
-        stream.append(RegionSegments(memory.ctypes.data, size, np.array(slots, np.int64) * size))
+        stream.append(memory.ctypes.data, size, np.array(slots, np.int64) * size)
     return stream
 
 

@@ -19,7 +19,6 @@ from kvferry.transports.copy.table import (
     TableLayout,
     flat_addresses,
     group_by_offsets,
-    merge_by_offsets,
     split_by_launch,
     split_by_tick,
     write_table,
@@ -42,20 +41,8 @@ def asked(copies: list[AddressCopies]) -> Moved:
     }
 
 
-def joined(copies: list[AddressCopies]) -> list[AddressCopies]:
-    return merge_by_offsets(
-        (
-            part.size_bytes,
-            part.sources,
-            part.targets,
-            source_base,
-            target_base,
-            part.source_last,
-            part.target_last,
-        )
-        for part in copies
-        for source_base, target_base in zip(part.source_bases, part.target_bases, strict=True)
-    )
+def by_size(copies: list[AddressCopies]) -> list[AddressCopies]:
+    return sorted(copies, key=lambda part: (part.size_bytes, part.num_rows))
 
 
 def read(table: Offsets, layout: TableLayout, size_bytes: int) -> Moved:
@@ -102,7 +89,7 @@ parts = st.builds(
 @given(st.lists(parts, max_size=12))
 def test_launches_move_what_was_asked_for(copies: list[AddressCopies]) -> None:
     table, moved = np.zeros(TABLE_NUMBERS, np.int64), set[tuple[int, int, int]]()
-    for launch in split_by_launch(joined(copies)):
+    for launch in split_by_launch(by_size(copies)):
         layout = write_table(table, launch)
         (size_bytes,) = {part.size_bytes for part in launch}
         moved |= read(table, layout, size_bytes)
@@ -115,20 +102,20 @@ def test_launches_move_what_was_asked_for(copies: list[AddressCopies]) -> None:
 
 
 def test_what_shares_its_offsets_is_written_down_once() -> None:
-    shared, other = offsets(0, 64), offsets(64, 0)
-    layers = [
-        AddressCopies(64, shared, other, (1000 * n,), (5000 * n,), 900 + n, 800 - n)
-        for n in range(1, 33)
-    ]
-    apart = AddressCopies(64, offsets(0, 64), other, (1,), (2,))
-    found = joined([*layers, apart])
-    assert [part.num_places for part in found] == [32, 1]
-    assert (found[0].source_last, found[0].target_last) == (901, 768), "the smallest region counts"
-    (launch,) = split_by_launch(found)
+    bases = range(1, 33)
+    layers = AddressCopies(
+        64,
+        offsets(0, 64),
+        offsets(64, 0),
+        tuple(1000 * n for n in bases),
+        tuple(5000 * n for n in bases),
+    )
+    apart = AddressCopies(64, offsets(0, 64), offsets(64, 0), (1,), (2,))
+    (launch,) = split_by_launch([layers, apart])
     table = np.zeros(TABLE_NUMBERS, np.int64)
     layout = write_table(table, launch)
     assert layout.num_numbers == 33 * 5 + 2 * 4
-    assert read(table, layout, 64) == asked([*layers, apart])
+    assert read(table, layout, 64) == asked([layers, apart])
 
 
 def test_layers_that_move_the_same_blocks_are_found() -> None:
@@ -158,7 +145,7 @@ def test_more_rows_than_a_table_has_and_other_sizes_are_other_launches() -> None
         AddressCopies(16, rows, rows, (0,), (1 << 40,)),
         AddressCopies(32, rows[:10], rows[:10], (0,), (1 << 41,)),
     ]
-    launches = list(split_by_launch(joined(copies)))
+    launches = list(split_by_launch(by_size(copies)))
     assert sorted(sum(part.num_rows for part in launch) for launch in launches) == [
         10,
         10,
@@ -176,13 +163,13 @@ def test_a_place_with_many_rows_does_not_make_idle_programs_for_those_with_few()
         (1 << 41,),
     )
     assert [
-        sum(part.num_places for part in launch) for launch in split_by_launch(joined([many, *few]))
+        sum(part.num_places for part in launch) for launch in split_by_launch(by_size([many, *few]))
     ] == [40, 1]
 
 
 def test_many_parts_that_share_nothing_are_few_launches() -> None:
     copies = [AddressCopies(16, offsets(n), offsets(n), (0,), (1 << 40,)) for n in range(5000)]
-    launches = list(split_by_launch(joined(copies)))
+    launches = list(split_by_launch(by_size(copies)))
     assert [len(launch) for launch in launches] == [2048, 2048, 904]
 
 

@@ -36,7 +36,7 @@ SETTINGS = settings(
 
 @pytest.fixture(autouse=True)
 def _one_layer_in_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.transports.copy.queue.SLICE_BYTES", 1)
+    monkeypatch.setattr("kvferry.transports.copying.SLICE_BYTES", 1)
 
 
 class Storm(RuleBasedStateMachine):

@@ -11,8 +11,8 @@ from tests.worker.world import BLOCK_BYTES, LAYERS, Side, World
 from kvferry.events import BytesMoved, HandshakeFailed, MessageDropped, PeerConnected
 from kvferry.protocol import messages as codec
 from kvferry.protocol.messages import Confirmed, Release
+from kvferry.transports import copying
 from kvferry.transports.base import Handle, Segments, TransportOffer
-from kvferry.transports.copy import queue as copying
 from kvferry.transports.faulty import FaultyTransport, parse_faults
 from kvferry.transports.memory import MemoryNetwork, MemoryTransport
 from kvferry.types import PeerId, Region, RequestId

@@ -129,6 +129,10 @@ def start_ticks(pid: int) -> int | None:
     return None if fields[PROC_STATE] in (b"Z", b"X") else int(fields[PROC_START_TICKS])
 
 
+def process_ended(peer: object) -> str:
+    return f"the process of peer {peer} has ended"
+
+
 @dataclass(slots=True)
 class ProcessIncarnation:
     """Watches one incarnation of a process until the process ends. The caller closes it."""

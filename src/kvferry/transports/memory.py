@@ -9,14 +9,12 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 
 from kvferry.errors import ConfigError, TransportError
 from kvferry.transports.base import (
     MAX_MESSAGE_BYTES,
-    Completion,
     ControlEvent,
     Disconnected,
     Handle,
@@ -27,17 +25,10 @@ from kvferry.transports.base import (
     TransportOffer,
 )
 from kvferry.transports.copy.gather import region_view
-from kvferry.transports.copy.queue import CopyQueue, Slices
-from kvferry.transports.copy.segments import Bytes, check_segments
-from kvferry.transports.write_grants import (
-    GrantedBlocks,
-    Int64Array,
-    WriteGrantTable,
-    check_grant_id,
-    grant_not_active,
-    write_grants_unsupported,
-    write_outside_grant,
-)
+from kvferry.transports.copy.segments import Bytes
+from kvferry.transports.copying import CopyingTransport, Slices
+from kvferry.transports.linked import Link
+from kvferry.transports.write_grants import Int64Array, grant_not_active
 from kvferry.types import MemoryKind, PeerId, Region
 
 MAX_QUEUED_FRAMES = 1000
@@ -61,28 +52,30 @@ class MemoryNetwork:
             return self._last_id
 
 
-class MemoryTransport:
+@dataclass(slots=True, eq=False)
+class _MemoryLink(Link):
+    other: "MemoryTransport"
+
+    def problem(self) -> str | None:
+        return None if self.other.is_on_network else f"peer {self.peer} has left the memory network"
+
+
+class MemoryTransport(CopyingTransport[_MemoryLink]):
     """Implements `transports.base.DataTransport` for regions of this process.
 
     With `supports_write_grants`, peers copy only into granted blocks. A peer copies one slice at a
     time while it holds this side's lock, so any thread can revoke a grant between two slices.
     """
 
+    name = "memory"
+
     def __init__(self, network: MemoryNetwork, supports_write_grants: bool = False) -> None:
+        super().__init__()
         self._network = network
         self._number = network.next_id()
-        self._supports_write_grants = supports_write_grants
-        self._granted = WriteGrantTable(())
+        self.supports_write_grants = supports_write_grants
         self._lock = threading.Lock()
-        """Guards `_granted` and every slice that a peer copies into our regions."""
-        self._regions: tuple[Region, ...] = ()
-        self._views: list[Bytes] = []
-        self._peers: dict[PeerId, MemoryTransport] = {}
-        self._queue = CopyQueue()
-
-    @property
-    def name(self) -> str:
-        return "memory"
+        """Held by each peer that copies a slice into our regions."""
 
     @property
     def regions(self) -> tuple[Region, ...]:
@@ -96,56 +89,12 @@ class MemoryTransport:
     def is_on_network(self) -> bool:
         return self._number in self._network.data
 
-    def register(self, regions: Sequence[Region]) -> bool:
-        if any(region.memory is not MemoryKind.DRAM for region in regions):
-            return False
-        self._regions = tuple(regions)
-        self._granted = WriteGrantTable(self._regions)
-        self._views = [region_view(region) for region in regions]
-        self._network.data[self._number] = self
-        return True
-
     def offer(self) -> TransportOffer:
         return TransportOffer(self.name, f"network {id(self._network)}", str(self._number).encode())
 
-    def connect(self, peer: PeerId, offer: TransportOffer, regions: Sequence[Region]) -> None:
-        number = int(offer.blob) if offer.blob.isdigit() else 0
-        other = self._network.data.get(number)
-        if other is None or offer.reach != self.offer().reach or other.regions != tuple(regions):
-            raise TransportError(
-                f"peer {peer} is not on this memory network, or not with these regions"
-            )
-        self.disconnect(peer)
-        self._peers[peer] = other
-
-    def disconnect(self, peer: PeerId) -> None:
-        self._queue.fail_peer(peer, f"peer {peer} was disconnected")
-        self._peers.pop(peer, None)
-
-    def read(self, peer: PeerId, segments: Sequence[Segments]) -> Handle:
-        return self._start(peer, segments, Operation.READ)
-
-    def write(self, peer: PeerId, segments: Sequence[Segments], grant_id: int = 0) -> Handle:
-        check_grant_id(grant_id)
-        return self._start(peer, segments, Operation.WRITE, grant_id)
-
-    @property
-    def supports_write_grants(self) -> bool:
-        return self._supports_write_grants
-
-    def grant_writes(self, grant_id: int, blocks: Sequence[Sequence[int]]) -> None:
-        if not self._supports_write_grants:
-            raise write_grants_unsupported(self.name)
-        with self._lock:
-            self._granted.grant_writes(grant_id, blocks)
-
     def revoke_writes(self, grant_id: int) -> Handle:
-        if not self._supports_write_grants:
-            raise write_grants_unsupported(self.name)
         with self._lock:
-            self._granted.remove(grant_id)
-        # A peer copies only under the lock, so no byte lands after the removal: end at once.
-        return self._queue.end_at_once()
+            return super().revoke_writes(grant_id)
 
     def admit(
         self, grant_id: int, addresses: Int64Array, sizes: Int64Array, slices: Slices
@@ -153,88 +102,64 @@ class MemoryTransport:
         """Yield a peer's slices into our regions while the grant is active. The peer's thread calls
         this method.
         """
-        checked: GrantedBlocks | None = None
-        while len(addresses):
-            with self._lock:
-                granted = self._granted.get(grant_id)
-                if granted is None:
+        if not len(addresses):
+            return
+        if why := self._write_grants.refusal(grant_id, addresses, sizes):
+            raise TransportError(f"a write was refused: {why}")
+        while True:
+            with self._lock, self._write_grants.receiving(grant_id) as is_active:
+                if not is_active:
                     raise TransportError(f"a write was refused: {grant_not_active(grant_id)}")
-                # Compare the write with the granted blocks once, not for every slice.
-                if granted is not checked and not granted.covers(addresses, sizes):
-                    raise TransportError(f"a write was refused: {write_outside_grant(grant_id)}")
-                checked = granted
                 moved = next(slices, None)
             if moved is None:
                 return
             yield moved
 
-    def poll(self) -> list[Completion]:
-        self._queue.advance(self._is_alive)
-        return self._queue.take_ended()
+    def _open(self, regions: tuple[Region, ...]) -> bool:
+        if any(region.memory is not MemoryKind.DRAM for region in regions):
+            return False
+        self._views = [region_view(region) for region in regions]
+        self._network.data[self._number] = self
+        return True
 
-    def cancel(self, handle: Handle) -> None:
-        self._queue.cancel(handle)
+    def _connect(
+        self, peer: PeerId, offer: TransportOffer, regions: tuple[Region, ...]
+    ) -> _MemoryLink:
+        number = int(offer.blob) if offer.blob.isdigit() else 0
+        other = self._network.data.get(number)
+        if other is None or offer.reach != self.offer().reach or other.regions != regions:
+            raise TransportError(
+                f"peer {peer} is not on this memory network, or not with these regions"
+            )
+        return _MemoryLink(peer, regions, other)
 
-    def poll_interval_s(self) -> float | None:
-        return 0.0 if len(self._queue) else None
+    def _linked(self, peer: PeerId) -> _MemoryLink:
+        if peer in self._links:
+            self._is_usable(self._links[peer])
+        return super()._linked(peer)
 
-    def serving_interval_s(self) -> float | None:
-        return None
+    def _views_of(self, link: _MemoryLink, operation: Operation) -> list[Bytes]:
+        return link.other.views
 
-    def close(self) -> None:
-        self._network.data.pop(self._number, None)
-        with self._lock:
-            self._granted.clear()
-        self._queue.clear()
-        self._peers.clear()
-        self._views = []
-        self._regions = ()
-
-    def _start(
-        self,
-        peer: PeerId,
-        segments: Sequence[Segments],
-        operation: Operation,
-        grant_id: int = 0,
-    ) -> Handle:
-        other = self._peers.get(peer)
-        if other is None or not self._is_alive(peer):
-            raise TransportError(f"peer {peer} is not connected over memory")
-        remote, views = other.regions, other.views
-        check_segments(segments, self._regions, remote, peer)
-        if operation is Operation.READ or not other.supports_write_grants:
-            return self._queue.start(peer, segments, self._views, views, operation)
+    def _admitted(
+        self, slices: Slices, link: _MemoryLink, segments: Sequence[Segments], grant_id: int
+    ) -> Slices:
+        if not link.other.supports_write_grants:
+            return slices
+        starts = [
+            link.regions[part.remote_region].address + part.remote_offsets for part in segments
+        ]
+        sizes = [
+            np.full(len(part.remote_offsets), part.segment_bytes, np.int64) for part in segments
+        ]
         empty = np.empty(0, np.int64)
-        addresses = np.concatenate(
-            [
-                empty,
-                *(remote[part.remote_region].address + part.remote_offsets for part in segments),
-            ]
-        )
-        sizes = np.concatenate(
-            [
-                empty,
-                *(
-                    np.full(len(part.remote_offsets), part.segment_bytes, np.int64)
-                    for part in segments
-                ),
-            ]
-        )
-        return self._queue.start(
-            peer,
-            segments,
-            self._views,
-            views,
-            operation,
-            partial(other.admit, grant_id, addresses, sizes),
+        return link.other.admit(
+            grant_id, np.concatenate([empty, *starts]), np.concatenate([empty, *sizes]), slices
         )
 
-    def _is_alive(self, peer: PeerId) -> bool:
-        if self._peers[peer].is_on_network:
-            return True
-        self._queue.fail_peer(peer, f"peer {peer} has left the memory network")
-        self._peers.pop(peer)
-        return False
+    def _close(self) -> None:
+        super()._close()
+        self._network.data.pop(self._number, None)
 
 
 @dataclass(slots=True, eq=False)

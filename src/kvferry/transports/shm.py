@@ -14,20 +14,24 @@ import fcntl
 import mmap
 import os
 import stat
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import msgspec
 import numpy as np
 
 from kvferry.errors import ConfigError, LocalProtocolError, TransportError
 from kvferry.host_memory import available_bytes, check_fits
-from kvferry.transports.base import Completion, Handle, Operation, Segments, TransportOffer
-from kvferry.transports.copy.gather import Copier, fastest_copier
-from kvferry.transports.copy.queue import CopyQueue
-from kvferry.transports.copy.segments import Bytes, check_regions, check_segments
-from kvferry.transports.locality import ProcessIncarnation, host_identity, start_ticks
-from kvferry.transports.write_grants import write_grants_unsupported
+from kvferry.transports.base import Operation, TransportOffer
+from kvferry.transports.copy.gather import Copier
+from kvferry.transports.copy.segments import Bytes
+from kvferry.transports.copying import CopyingTransport
+from kvferry.transports.linked import LINK_CHECK_S, Link, check_offered, decoded_offer
+from kvferry.transports.locality import (
+    ProcessIncarnation,
+    host_identity,
+    process_ended,
+    start_ticks,
+)
 from kvferry.types import MemoryKind, PeerId, Region
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -130,10 +134,6 @@ class SharedMemory:
 
 MAX_INT = (1 << 31) - 1
 MAX_ADDRESS = (1 << 63) - 1
-DEATH_CHECK_S = 2.0
-"""Interval at which peers without active transfers are checked: the mapping of a dead peer would
-keep the peer's whole cache in memory.
-"""
 
 
 class _ShmOffer(msgspec.Struct, frozen=True, array_like=True):
@@ -150,31 +150,18 @@ class _ShmOffer(msgspec.Struct, frozen=True, array_like=True):
     size_bytes: int
 
 
-class ShmTransport:
+class ShmTransport(CopyingTransport["_ShmLink"]):
     """Implements `transports.base.DataTransport` over one SharedMemory, which the caller owns."""
 
+    name = "shm"
+    link_check_s = LINK_CHECK_S
+
     def __init__(self, memory: SharedMemory, copier: Copier | None = None) -> None:
+        super().__init__(copier)
         self._memory = memory
-        self._regions: tuple[Region, ...] = ()
-        self._views: list[Bytes] = []
-        self._peers: dict[PeerId, _Mapping] = {}
-        self._queue = CopyQueue(copier or fastest_copier())
-        self._next_death_check = 0.0
-
-    @property
-    def name(self) -> str:
-        return "shm"
-
-    def register(self, regions: Sequence[Region]) -> bool:
-        if not self._memory.contains(regions):
-            return False
-        first = self._memory.address
-        whole = np.frombuffer(self._memory.buffer, np.uint8)
-        self._regions = tuple(regions)
-        self._views = [whole[r.address - first : r.address - first + r.size_bytes] for r in regions]
-        return True
 
     def offer(self) -> TransportOffer:
+        self._check_open()
         ticks, file = start_ticks(os.getpid()), os.fstat(self._memory.fd)
         if ticks is None:
             raise LocalProtocolError(
@@ -193,97 +180,34 @@ class ShmTransport:
         )
         return TransportOffer(self.name, host_identity(), msgspec.msgpack.encode(offer))
 
-    def connect(self, peer: PeerId, offer: TransportOffer, regions: Sequence[Region]) -> None:
-        check_regions(regions, peer)
-        mapping = _Mapping(peer, _decoded(peer, offer), tuple(regions))
-        self.disconnect(peer)
-        self._peers[peer] = mapping
+    def _open(self, regions: tuple[Region, ...]) -> bool:
+        if not self._memory.contains(regions):
+            return False
+        first = self._memory.address
+        whole = np.frombuffer(self._memory.buffer, np.uint8)
+        self._views = [whole[r.address - first : r.address - first + r.size_bytes] for r in regions]
+        return True
 
-    def disconnect(self, peer: PeerId) -> None:
-        self._drop(peer, f"peer {peer} was disconnected")
+    def _connect(
+        self, peer: PeerId, offer: TransportOffer, regions: tuple[Region, ...]
+    ) -> "_ShmLink":
+        decoded = _decoded(peer, offer)
+        check_offered(peer, offer, regions, decoded.address, decoded.size_bytes)
+        return _ShmLink(peer, regions, decoded)
 
-    def read(self, peer: PeerId, segments: Sequence[Segments]) -> Handle:
-        return self._start(peer, segments, Operation.READ)
-
-    def write(self, peer: PeerId, segments: Sequence[Segments], grant_id: int = 0) -> Handle:
-        return self._start(peer, segments, Operation.WRITE)
-
-    @property
-    def supports_write_grants(self) -> bool:
-        return False
-
-    def grant_writes(self, grant_id: int, blocks: Sequence[Sequence[int]]) -> None:
-        raise write_grants_unsupported(self.name)
-
-    def revoke_writes(self, grant_id: int) -> Handle:
-        raise write_grants_unsupported(self.name)
-
-    def poll(self) -> list[Completion]:
-        self._queue.advance(self._is_alive)
-        ended = self._queue.take_ended()
-        if time.monotonic() >= self._next_death_check:
-            self._next_death_check = time.monotonic() + DEATH_CHECK_S
-            for peer in [peer for peer, mapping in self._peers.items() if mapping.has_ended()]:
-                self._drop(peer, _ended(peer))
-        return ended
-
-    def cancel(self, handle: Handle) -> None:
-        self._queue.cancel(handle)
-
-    def poll_interval_s(self) -> float | None:
-        if len(self._queue):
-            return 0.0
-        return DEATH_CHECK_S if self._peers else None
-
-    def serving_interval_s(self) -> float | None:
-        return None
-
-    def close(self) -> None:
-        for peer in list(self._peers):
-            self.disconnect(peer)
-        self._queue.clear()
-        self._views = []
-        self._regions = ()
-
-    def _start(self, peer: PeerId, segments: Sequence[Segments], operation: Operation) -> Handle:
-        mapping = self._peers.get(peer)
-        if mapping is None:
-            raise TransportError(f"peer {peer} is not connected over shm")
-        check_segments(segments, self._regions, mapping.regions, peer)
-        return self._queue.start(peer, segments, self._views, mapping.views(operation), operation)
-
-    def _is_alive(self, peer: PeerId) -> bool:
-        """Whether a peer with transfers is still alive; drops everything held for a dead peer."""
-        if self._peers[peer].has_ended():
-            self._drop(peer, _ended(peer))
-        return peer in self._peers
-
-    def _drop(self, peer: PeerId, why: str) -> None:
-        self._queue.fail_peer(peer, why)
-        mapping = self._peers.pop(peer, None)
-        if mapping is not None:
-            mapping.close()
+    def _views_of(self, link: "_ShmLink", operation: Operation) -> list[Bytes]:
+        return link.views(operation)
 
 
-class _Mapping:
+class _ShmLink(Link):
     """A peer's cache, mapped into this process."""
 
-    def __init__(self, peer: PeerId, offer: _ShmOffer, regions: tuple[Region, ...]) -> None:
-        for region in regions:
-            if (
-                region.address < offer.address
-                or region.address + region.size_bytes > offer.address + offer.size_bytes
-            ):
-                raise TransportError(
-                    f"region {region.name!r} of {peer} is not in the memory it offers over shm; "
-                    "drop this peer"
-                )
-        self.regions = regions
-        self._peer = peer
+    def __init__(self, peer: PeerId, regions: tuple[Region, ...], offer: _ShmOffer) -> None:
+        super().__init__(peer, regions)
         self._offer = offer
         incarnation = ProcessIncarnation.watch(offer.pid, offer.start_ticks)
         if incarnation is None:
-            raise TransportError(_ended(peer))
+            raise TransportError(process_ended(peer))
         self._incarnation = incarnation
         self._maps: dict[Operation, mmap.mmap] = {}
         self._views: dict[Operation, list[Bytes]] = {}
@@ -307,12 +231,12 @@ class _Mapping:
             ]
         return self._views[operation]
 
-    def has_ended(self) -> bool:
-        return self._incarnation.has_ended()
+    def problem(self) -> str | None:
+        return process_ended(self.peer) if self._incarnation.has_ended() else None
 
     def close(self) -> None:
-        """Unmap the peer's cache. Every transfer with this peer has been dropped before, so only
-        this object still holds views of the pages.
+        """Unmap the peer's cache. Every transfer with this peer was stopped before, so only this
+        object still holds views of the pages.
         """
         self._views.clear()
         while self._maps:
@@ -329,7 +253,7 @@ class _Mapping:
             )
         except OSError as error:
             raise TransportError(
-                f"the shared cache of {self._peer} cannot be opened ({error}); does the "
+                f"the shared cache of {self.peer} cannot be opened ({error}); does the "
                 "peer run as the same user?"
             ) from error
         try:
@@ -337,8 +261,7 @@ class _Mapping:
             return mmap.mmap(fd, self._offer.size_bytes, prot=protection)
         except (OSError, ValueError) as error:
             raise TransportError(
-                f"the shared cache of {self._peer} cannot be mapped ({error}); is there memory "
-                "left?"
+                f"the shared cache of {self.peer} cannot be mapped ({error}); is there memory left?"
             ) from error
         finally:
             os.close(fd)
@@ -360,18 +283,12 @@ class _Mapping:
         ):
             raise TransportError(
                 f"file {offer.fd} of process {offer.pid} is not the cache that "
-                f"{self._peer} offered; the peer was restarted"
+                f"{self.peer} offered; the peer was restarted"
             )
 
 
 def _decoded(peer: PeerId, offer: TransportOffer) -> _ShmOffer:
-    try:
-        decoded = msgspec.msgpack.decode(offer.blob, type=_ShmOffer)
-    except msgspec.MsgspecError as error:
-        raise TransportError(
-            f"the shm offer of {peer} cannot be understood ({error}); do both sides run the same "
-            "kvferry?"
-        ) from error
+    decoded = decoded_offer(peer, offer, _ShmOffer)
     numbers = (decoded.pid, decoded.fd, decoded.address, decoded.size_bytes)
     if (
         offer.reach != host_identity()
@@ -384,7 +301,3 @@ def _decoded(peer: PeerId, offer: TransportOffer) -> _ShmOffer:
             "transport"
         )
     return decoded
-
-
-def _ended(peer: PeerId) -> str:
-    return f"the process of peer {peer} has ended"

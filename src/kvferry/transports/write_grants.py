@@ -1,9 +1,12 @@
 """Write grants: which blocks peers may write now, by grant id.
 
-Pure. If two threads use one table, the owner of the table holds a lock.
+`WriteGrantTable` is pure. `WriteGrants` is the table of one transport, which any thread may use.
 """
 
-from collections.abc import Sequence
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -11,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import LocalProtocolError
+from kvferry.transports.base import Completion, Handle
 from kvferry.types import Region
 
 MAX_GRANT_ID = (1 << 64) - 1
@@ -123,5 +127,77 @@ class WriteGrantTable:
     def remove(self, grant_id: int) -> None:
         self._granted.pop(grant_id, None)
 
-    def clear(self) -> None:
-        self._granted.clear()
+
+class WriteGrants:
+    """The write grants of one transport, and how many writes are being received under each. Any
+    thread may make any call.
+    """
+
+    def __init__(self, regions: tuple[Region, ...], ended: Callable[[Completion], None]) -> None:
+        """`ended` is called once for each revocation, when no write can land under it any more."""
+        self._ended = ended
+        self._lock = threading.Lock()
+        self._granted = WriteGrantTable(regions)
+        self._num_received: Counter[int] = Counter()
+        """Number of writes that are being received, by grant id."""
+        self._waiting: dict[int, list[Handle]] = defaultdict(list)
+        """Revocations that wait for these writes, by grant id."""
+
+    def grant(self, grant_id: int, blocks: Sequence[Sequence[int]]) -> None:
+        with self._lock:
+            self._granted.grant_writes(grant_id, blocks)
+
+    def revoke(self, grant_id: int, handle: Handle) -> bool:
+        """Revoke a grant. Returns whether the revocation has ended; otherwise it ends with the last
+        write that is being received under the grant.
+        """
+        with self._lock:
+            self._granted.remove(grant_id)
+            if self._num_received[grant_id]:
+                self._waiting[grant_id].append(handle)
+                return False
+        self._ended(_revoked(handle))
+        return True
+
+    def refusal(self, grant_id: int, addresses: Int64Array, sizes: Int64Array) -> str:
+        """Why a write must be refused; empty if it is granted now."""
+        with self._lock:
+            granted = self._granted.get(grant_id)
+        if granted is None:
+            return grant_not_active(grant_id)
+        return "" if granted.covers(addresses, sizes) else write_outside_grant(grant_id)
+
+    def begin(self, grant_id: int) -> bool:
+        """Hold back the end of a grant while a write is received. Returns whether the grant is
+        active; if it is, the caller calls `end` afterwards.
+        """
+        with self._lock:
+            is_active = self._granted.get(grant_id) is not None
+            if is_active:
+                self._num_received[grant_id] += 1
+        return is_active
+
+    def end(self, grant_id: int) -> None:
+        with self._lock:
+            self._num_received[grant_id] -= 1
+            if self._num_received[grant_id]:
+                return
+            del self._num_received[grant_id]
+            handles = self._waiting.pop(grant_id, [])
+        for handle in handles:
+            self._ended(_revoked(handle))
+
+    @contextmanager
+    def receiving(self, grant_id: int) -> Iterator[bool]:
+        """`begin` and `end` around a block of code. Yields whether the grant is active."""
+        is_active = self.begin(grant_id)
+        try:
+            yield is_active
+        finally:
+            if is_active:
+                self.end(grant_id)
+
+
+def _revoked(handle: Handle) -> Completion:
+    """The end of a revocation."""
+    return Completion(handle, None, 0, 0, 0.0, 0.0)

@@ -27,28 +27,9 @@ from kvferry.transports.copy.table import (
 from kvferry.transports.cuda_ipc import driver as cuda_driver
 
 
-class DeviceMemory:
-    """One allocation of device memory. The caller that allocates it closes it."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor: torch.Tensor | None = tensor
-        self._address, self._size_bytes = tensor.data_ptr(), tensor.numel()
-
-    @classmethod
-    def allocate(cls, size_bytes: int, device: int) -> "DeviceMemory":
-        """Allocate memory. torch.OutOfMemoryError if the device does not have enough."""
-        return cls(torch.empty(size_bytes, dtype=torch.uint8, device=torch.device("cuda", device)))
-
-    @property
-    def address(self) -> int:
-        return self._address
-
-    @property
-    def size_bytes(self) -> int:
-        return self._size_bytes
-
-    def close(self) -> None:
-        self._tensor = None
+def allocate(size_bytes: int, device: int) -> torch.Tensor:
+    """Allocate device memory. torch.OutOfMemoryError if the device does not have enough."""
+    return torch.empty(size_bytes, dtype=torch.uint8, device=torch.device("cuda", device))
 
 
 def enter_device(device: int) -> None:

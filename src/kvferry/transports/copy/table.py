@@ -9,7 +9,7 @@ rows in the table:
     sources, then targets, of the first places that share rows; of the next places; ...
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -37,24 +37,6 @@ MAX_IDLE_FACTOR = 2
 """The kernel starts as many programs for every place as for the place with the most rows. A launch
 may start at most this many times as many programs as its segments need.
 """
-
-
-CopyTuple = tuple[int, Offsets, Offsets, int, int, int, int]
-"""`AddressCopies` of one place, with its two bases, as a plain tuple: there is one for each layer
-of each transfer.
-"""
-
-
-class _TableEntry(NamedTuple):
-    """One place: numbers `first_source + i` and `first_target + i` of the table are offsets from
-    `source_base` and `target_base`.
-    """
-
-    source_base: int
-    target_base: int
-    first_source: int
-    first_target: int
-    num_rows: int
 
 
 class TableLayout(NamedTuple):
@@ -105,22 +87,6 @@ def group_by_offsets(segments: Sequence[Segments]) -> list[Sequence[Segments]]:
         for same in groups
         for first in range(0, len(same), MAX_PLACES)
     ]
-
-
-def merge_by_offsets(copies: Iterable[CopyTuple]) -> list[AddressCopies]:
-    """Merge copies that share their offsets, sorted by size and length. Offsets are shared if they
-    are the same array.
-    """
-    found: dict[tuple[int, int, int], list[CopyTuple]] = {}
-    for part in copies:
-        found.setdefault((part[0], id(part[1]), id(part[2])), []).append(part)
-    joined = [
-        _merge(parts[first : first + MAX_PLACES])
-        for parts in found.values()
-        for first in range(0, len(parts), MAX_PLACES)
-        if parts[0][0] and len(parts[0][1])
-    ]
-    return sorted(joined, key=lambda part: (part.size_bytes, part.num_rows))
 
 
 def is_one_launch(part: AddressCopies) -> bool:
@@ -224,32 +190,7 @@ def write_table(table: Offsets, parts: Sequence[AddressCopies]) -> TableLayout:
 
 def flat_addresses(table: Offsets, layout: TableLayout) -> tuple[Offsets, Offsets]:
     """Return the sources and targets of all segments, for copies without a kernel."""
-    places = [
-        _TableEntry(*numbers)
-        for numbers in table[: PLACE_NUMBERS * layout.num_places]
-        .reshape(-1, PLACE_NUMBERS)
-        .tolist()
-    ]
-    return (
-        np.concatenate(
-            [table[place.first_source :][: place.num_rows] + place.source_base for place in places]
-        ),
-        np.concatenate(
-            [table[place.first_target :][: place.num_rows] + place.target_base for place in places]
-        ),
-    )
-
-
-def _merge(parts: Sequence[CopyTuple]) -> AddressCopies:
-    sizes, sources, targets, source_bases, target_bases, source_lasts, target_lasts = zip(
-        *parts, strict=True
-    )
-    return AddressCopies(
-        sizes[0],
-        sources[0],
-        targets[0],
-        source_bases,
-        target_bases,
-        min(source_lasts),
-        min(target_lasts),
-    )
+    places = table[: PLACE_NUMBERS * layout.num_places].reshape(-1, PLACE_NUMBERS).tolist()
+    sources = [table[at:][:num_rows] + base for base, _, at, _, num_rows in places]
+    targets = [table[at:][:num_rows] + base for _, base, _, at, num_rows in places]
+    return np.concatenate(sources), np.concatenate(targets)

@@ -1,80 +1,35 @@
-"""One transfer over NIXL: batches not posted yet, batches in flight, and the bytes moved so far.
+"""Transfers over NIXL, and the agents that they are posted on. Owned by the transport's thread."""
 
-Owned by the transport's thread. The module knows NIXL only through the `Agent` protocol.
-"""
-
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
 
 from kvferry.errors import TransportError
 from kvferry.transports.base import Completion, Handle, Operation
 from kvferry.transports.copy.segments import Descriptors
-from kvferry.types import PeerId, Region
+from kvferry.transports.nixl.agent import (
+    NixlAgent,
+    NixlLink,
+    Posted,
+    Telemetry,
+    UncertainFailure,
+)
+from kvferry.types import Region
 
 MAX_POSTED = 4
 """Largest number of batches of one transfer in flight."""
 
 
-class Posted(NamedTuple):
-    """One batch in flight."""
-
-    handle: Any
-    """NIXL's handle of the transfer."""
-    descriptors: int
-
-
-class UncertainFailure(TransportError):
-    """A batch has failed, and some bytes of the batch may still be written."""
-
-
-class Agent(Protocol):
-    """The operations of a NIXL agent that a transfer needs.
-
-    `post`, `is_done` and `telemetry` raise TransportError if the peer or the transport has failed.
-    """
-
-    @property
-    def is_gone(self) -> bool: ...
-    def post(self, operation: Operation, batch: Descriptors, link: "NixlLink") -> Posted: ...
-    def is_done(self, posted: Posted, link: "NixlLink") -> bool: ...
-    def last_completed_at(self, link: "NixlLink") -> float:
-        """When a batch with this peer last completed, in local monotonic seconds; 0 if none has."""
-
-    def telemetry(self, posted: Posted) -> "Telemetry": ...
-    def release(self, posted: Posted) -> None:
-        """Release the handle of a batch. The release does not cancel a batch in flight."""
-
-
-@dataclass(frozen=True, slots=True)
-class Telemetry:
-    """Times and sizes of one batch, measured by NIXL on NIXL's clock."""
-
-    started_us: int
-    ended_us: int
-    post_us: int
-    total_bytes: int
-    descriptors: int
-
-
-@dataclass(slots=True, eq=False)
-class NixlLink:
-    """One connection to a peer's agent."""
-
-    peer: PeerId
-    agent: str
-    metadata: bytes
-    """The newest metadata of the peer's agent that we have."""
-    regions: tuple[Region, ...]
-
-
 @dataclass(slots=True, eq=False)
 class NixlTransfer:
-    """A read or write. All batches of a transfer are posted on the same agent."""
+    """A read or write: batches not posted yet, batches in flight, and the bytes moved so far.
+
+    All batches of a transfer are posted on the same agent.
+    """
 
     handle: Handle
     link: NixlLink
-    agent: Agent
+    agent: NixlAgent
     operation: Operation
     batches: Iterator[Descriptors]
     upcoming: Descriptors | None = None
@@ -123,14 +78,14 @@ class NixlTransfer:
         """Collect the batches that have completed. TransportError if a batch has failed."""
         for posted in list(self.posted):
             try:
-                if not self.agent.is_done(posted, self.link):
-                    continue
-                self.collected.append(self.agent.telemetry(posted))
+                moved = self.agent.collect(posted, self.link)
             except TransportError as error:
                 self.may_still_write |= isinstance(error, UncertainFailure)
                 self._forget(posted)
                 raise
-            self._forget(posted)
+            if moved is not None:
+                self.collected.append(moved)
+                self._forget(posted)
 
     def must_close_agent(self, now: float, timeout_s: float) -> bool:
         """Whether the transfer was stopped, and can end only by closing the agent."""
@@ -168,3 +123,143 @@ class NixlTransfer:
     def _forget(self, posted: Posted) -> None:
         self.posted.remove(posted)
         self.agent.release(posted)
+
+
+# -- agent pool --
+# The agents that our own transfers are posted on: the agent in use, and retired agents.
+#
+#     in use ── a stopped transfer gets no answer ──▶ retired ── no live transfer left ──▶ closed
+#
+# A stopped transfer whose peer is silent ends only when the agent is closed: until then the peer
+# may still answer, and NIXL would write. So the agent is retired. The transport starts nothing new
+# on a retired agent, transfers of live peers on a retired agent run to completion, and then the
+# agent is closed. New transfers use a new agent. See
+# docs/decisions/022-a-reading-agent-that-can-be-thrown-away.md.
+
+
+MAX_RETIRED = 3
+"""At most this many agents are retired at a time; each has about 17 files and two threads.
+
+The count falls without help: nothing is added to a retired agent, and each remaining transfer ends,
+or is stopped by a deadline and then ends with the agent. While this many agents are retired,
+stopped transfers of silent peers on the agent in use keep waiting.
+"""
+
+
+class AgentPool:
+    """The posting agents of one transport: at most one in use, and up to MAX_RETIRED retired."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._in_use: NixlAgent | None = None
+        self._retired: list[NixlAgent] = []
+        self._leaving: set[str] = set()
+        """Names of peers' agents to remove from the agent in use, once no transfer to the peer is
+        posted.
+        """
+
+    @property
+    def is_settled(self) -> bool:
+        return not self._retired and not self._leaving
+
+    def is_in_use(self, agent: NixlAgent) -> bool:
+        return agent is self._in_use
+
+    def register(self, region: Region) -> bool:
+        """Register more memory with the agent in use, if there is one.
+
+        Retired agents start nothing new, and so do not need the memory.
+        """
+        return self._in_use is None or self._in_use.register([region])
+
+    def update_metadata(self, link: NixlLink) -> None:
+        """Load the metadata of `link`, if the agent in use has loaded older metadata."""
+        if self._in_use is not None and link.agent in self._in_use.remotes:
+            self._in_use.add(link.agent, link.metadata, link.peer)
+
+    def connected(self) -> list[NixlAgent]:
+        """Agents with connected peers, where a transfer may need progress."""
+        return [
+            agent for agent in (self._in_use, *self._retired) if agent is not None and agent.remotes
+        ]
+
+    def reach(
+        self, link: NixlLink, transfers: Iterable[NixlTransfer], open_agent: Callable[[], NixlAgent]
+    ) -> NixlAgent:
+        """Return the agent in use, connected to the peer of `link`; open an agent if there is none.
+
+        TransportError if the peer cannot be reached.
+        """
+        if self._in_use is None:
+            self._in_use = open_agent()
+        self._forget_leaving(transfers)
+        if link.agent in self._leaving:
+            # Only removing the remote agent gets rid of a failed connection, which must wait until
+            # no transfer to the peer is posted.
+            raise TransportError(
+                f"an earlier connection to {link.peer} is still being closed; try again in a moment"
+            )
+        if link.agent not in self._in_use.remotes:
+            self._in_use.add(link.agent, link.metadata, link.peer)
+        return self._in_use
+
+    def leave(self, name: str) -> None:
+        """Remove a peer's agent as soon as no transfer to the peer is posted."""
+        if self._in_use is not None and name in self._in_use.remotes:
+            self._leaving.add(name)
+
+    def needs_agent_close(self, transfer: NixlTransfer) -> bool:
+        return transfer.must_close_agent(time.monotonic(), self._timeout_s)
+
+    def advance(self, transfers: Iterable[NixlTransfer]) -> None:
+        """Retire and close agents where possible, and remove the peers' agents that are leaving.
+
+        A stopped transfer of a silent peer has ended when the agent is gone.
+        """
+        lost = {transfer.agent for transfer in transfers if self.needs_agent_close(transfer)}
+        if self._in_use in lost and len(self._retired) < MAX_RETIRED:
+            self._retire()
+        for agent in self._retired:
+            remaining = [
+                transfer
+                for transfer in transfers
+                if transfer.agent is agent and not transfer.has_ended
+            ]
+            # Only stopped transfers of silent peers remain, so closing the agent harms no live
+            # peer.
+            if all(self.needs_agent_close(transfer) for transfer in remaining):
+                _end(agent, remaining)
+        self._retired = [agent for agent in self._retired if not agent.is_gone]
+        self._forget_leaving(transfers)
+
+    def close(self, transfers: Iterable[NixlTransfer]) -> None:
+        if self._in_use is not None:
+            self._retire()
+        for agent in self._retired:
+            _end(agent, transfers)
+        self._retired.clear()
+
+    def _retire(self) -> None:
+        assert self._in_use is not None
+        self._retired.append(self._in_use)
+        self._in_use = None
+        self._leaving.clear()
+
+    def _forget_leaving(self, transfers: Iterable[NixlTransfer]) -> None:
+        if self._in_use is None or not self._leaving:
+            return
+        busy = {
+            transfer.link.agent
+            for transfer in transfers
+            if transfer.agent is self._in_use and not transfer.has_ended
+        }
+        for name in self._leaving - busy:
+            self._leaving.discard(name)
+            self._in_use.remove(name)
+
+
+def _end(agent: NixlAgent, transfers: Iterable[NixlTransfer]) -> None:
+    for transfer in transfers:
+        if transfer.agent is agent:
+            transfer.abandon()
+    agent.close()

@@ -4,8 +4,9 @@ Owned by one thread. NIXL itself is behind `agent.py`. The transport has two kin
 `offer` hands out the *serving* agent: peers read and write through the serving agent, which posts
 nothing and lives as long as the transport. Our own transfers are posted on a *posting* agent, which
 is opened for the first connected peer and can be closed separately: only closing the posting agent
-certainly stops a transfer with a silent peer (`agent.AgentPool`). Facts about NIXL 1.5.1 with UCX
-1.23:
+certainly stops a transfer with a silent peer (`transfer.AgentPool`).
+
+Facts about NIXL 1.5.1 with UCX 1.23:
 
 - A post may copy all bytes before returning (CMA). So transfers are posted in bounded batches, at
   most one per `poll`.
@@ -24,6 +25,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from enum import Enum
+from typing import TypeVar
 
 import msgspec
 
@@ -44,8 +46,8 @@ from kvferry.transports.copy.segments import (
     descriptors_between,
 )
 from kvferry.transports.locality import nixl_locality
-from kvferry.transports.nixl.agent import REMAPPED_MEMORY, AgentPool, NixlAgent
-from kvferry.transports.nixl.transfer import Agent, NixlLink, NixlTransfer
+from kvferry.transports.nixl.agent import REMAPPED_MEMORY, NixlAgent, NixlLink
+from kvferry.transports.nixl.transfer import AgentPool, NixlTransfer
 from kvferry.transports.write_grants import write_grants_unsupported
 from kvferry.types import MemoryKind, PeerId, Region
 
@@ -100,9 +102,25 @@ class NetworkReach(Enum):
     THIS_HOST = "this host"
 
 
-class _NixlOffer(msgspec.Struct, frozen=True, array_like=True):
+class NixlOffer(msgspec.Struct, frozen=True, array_like=True):
+    """What a peer needs to reach our serving agent."""
+
     agent: str
     metadata: bytes
+
+
+_Offer = TypeVar("_Offer", bound=NixlOffer)
+
+
+def decode_offer(peer: PeerId, offer: TransportOffer, kind: type[_Offer]) -> _Offer:
+    """Decode an offer. TransportError if it is malformed."""
+    try:
+        return msgspec.msgpack.decode(offer.blob, type=kind)
+    except msgspec.MsgspecError as error:
+        raise TransportError(
+            f"the nixl offer of {peer} cannot be understood ({error}); do both sides run the "
+            "same kvferry?"
+        ) from error
 
 
 class NixlTransport:
@@ -151,34 +169,12 @@ class NixlTransport:
         return self._serving is not None
 
     def offer(self) -> TransportOffer:
-        agent = self._registered()
         near = nixl_locality(self._backends, os.environ)
-        return TransportOffer(
-            self.name, "", msgspec.msgpack.encode(_NixlOffer(agent.name, agent.metadata())), near
-        )
+        return TransportOffer(self.name, "", msgspec.msgpack.encode(self.identity()), near)
 
     def connect(self, peer: PeerId, offer: TransportOffer, regions: Sequence[Region]) -> None:
-        serving = self._registered()
-        try:
-            decoded = msgspec.msgpack.decode(offer.blob, type=_NixlOffer)
-        except msgspec.MsgspecError as error:
-            raise TransportError(
-                f"the nixl offer of {peer} cannot be understood ({error}); do both sides run the "
-                "same kvferry?"
-            ) from error
-        check_regions(regions, peer)
-        if (
-            decoded.agent == serving.name
-            or len({(region.memory, region.device) for region in regions}) != 1
-        ):
-            raise TransportError(
-                f"the nixl offer of {peer} names this engine itself, or memory of several "
-                "kinds; drop this peer"
-            )
-        self.disconnect(peer)
-        link = NixlLink(peer, decoded.agent, decoded.metadata, tuple(regions))
-        self._posting.reach(link, self._transfers, self._open_posting_agent)
-        self._links[peer] = link
+        self._registered()
+        self.connect_agent(peer, decode_offer(peer, offer, NixlOffer), regions)
 
     def disconnect(self, peer: PeerId) -> None:
         link = self._links.get(peer)
@@ -186,10 +182,10 @@ class NixlTransport:
             self._drop(link, f"peer {peer} was disconnected")
 
     def read(self, peer: PeerId, segments: Sequence[Segments]) -> Handle:
-        return self._start(peer, segments, Operation.READ)
+        return self.start(peer, segments, Operation.READ)
 
     def write(self, peer: PeerId, segments: Sequence[Segments], grant_id: int = 0) -> Handle:
-        return self._start(peer, segments, Operation.WRITE)
+        return self.start(peer, segments, Operation.WRITE)
 
     @property
     def supports_write_grants(self) -> bool:
@@ -248,6 +244,28 @@ class NixlTransport:
 
     # -- for transports that wrap this one --
 
+    def new_handle(self) -> Handle:
+        """Return a handle that no transfer of this transport has."""
+        self._last_handle += 1
+        return Handle(self._last_handle)
+
+    def start(
+        self,
+        peer: PeerId,
+        segments: Sequence[Segments],
+        operation: Operation,
+        handle: Handle | None = None,
+    ) -> Handle:
+        """Start a read or write, under a handle of `new_handle` if one is given."""
+        self.check(peer, segments)
+        link = self._link(peer)
+        cut = self._batches(segments, link)
+        return self._enqueue(handle or self.new_handle(), link, operation, cut)
+
+    def check(self, peer: PeerId, segments: Sequence[Segments]) -> None:
+        """Raise what `read` and `write` raise for a peer or segments that cannot be."""
+        check_segments(segments, self._regions, self._link(peer).regions, peer)
+
     def add_memory(self, region: Region) -> bool:
         """Register more memory after `register`, for `move`.
 
@@ -271,9 +289,7 @@ class NixlTransport:
 
     def update_metadata(self, peer: PeerId, metadata: bytes) -> None:
         """Use newer metadata of a connected peer. TransportError if NIXL refuses the metadata."""
-        link = self._links.get(peer)
-        if link is None:
-            raise TransportError(f"peer {peer} is not connected over nixl")
+        link = self._link(peer)
         if metadata == link.metadata:
             return
         # Any link to the agent may be the first that connects the next posting agent.
@@ -288,44 +304,45 @@ class NixlTransport:
 
     def move(self, peer: PeerId, operation: Operation, descriptors: Descriptors) -> Handle:
         """Start a READ or WRITE of segments given by addresses, already joined and checked."""
-        link = self._links.get(peer)
-        if link is None:
-            raise TransportError(f"peer {peer} is not connected over nixl")
-        max_bytes = MAX_BATCH_BYTES[self._regions[0].memory]
-        is_one = len(descriptors) <= MAX_BATCH_DESCRIPTORS and descriptors.total_bytes <= max_bytes
-        return self._enqueue(
-            link,
-            operation,
-            iter((descriptors,))
-            if is_one
-            else batches(descriptors, max_bytes, MAX_BATCH_DESCRIPTORS),
-        )
+        link, max_bytes = self._link(peer), MAX_BATCH_BYTES[self._regions[0].memory]
+        if len(descriptors) <= MAX_BATCH_DESCRIPTORS and descriptors.total_bytes <= max_bytes:
+            cut = iter((descriptors,))
+        else:
+            cut = batches(descriptors, max_bytes, MAX_BATCH_DESCRIPTORS)
+        return self._enqueue(self.new_handle(), link, operation, cut)
 
     @property
     def can_post(self) -> bool:
         """Whether the next poll posts another batch."""
         return any(transfer.can_post for transfer in self._transfers)
 
-    def identity(self) -> tuple[str, bytes]:
-        """Return name and metadata of the serving agent.
-
-        An agent that has connected with both can send notifications to us.
-        """
+    def identity(self) -> NixlOffer:
+        """Return what an agent needs to connect, and then to send notifications to us."""
         agent = self._registered()
-        return agent.name, agent.metadata()
+        return NixlOffer(agent.name, agent.metadata())
 
-    def connect_agent(
-        self, peer: PeerId, name: str, metadata: bytes, regions: Sequence[Region]
-    ) -> None:
+    def connect_agent(self, peer: PeerId, offer: NixlOffer, regions: Sequence[Region]) -> None:
         """Connect as `connect` does, with the peer's `identity`."""
-        self.connect(
-            peer,
-            TransportOffer(self.name, "", msgspec.msgpack.encode(_NixlOffer(name, metadata))),
-            regions,
-        )
+        check_regions(regions, peer)
+        if (
+            offer.agent == self._registered().name
+            or len({(region.memory, region.device) for region in regions}) != 1
+        ):
+            raise TransportError(
+                f"the nixl offer of {peer} names this engine itself, or memory of several "
+                "kinds; drop this peer"
+            )
+        self.disconnect(peer)
+        link = NixlLink(peer, offer.agent, offer.metadata, tuple(regions))
+        self._posting.reach(link, self._transfers, self._open_posting_agent)
+        self._links[peer] = link
 
     def is_connected(self, peer: PeerId) -> bool:
         return peer in self._links
+
+    def connected_to(self, agent: str) -> PeerId | None:
+        """Return a connected peer with this agent."""
+        return next((link.peer for link in self._links.values() if link.agent == agent), None)
 
     def notify(self, peer: PeerId, note: bytes) -> None:
         """Send a notification to a peer.
@@ -334,9 +351,7 @@ class NixlTransport:
         learn whether a notification has arrived. TransportError, with the peer disconnected, if the
         peer is known to be gone.
         """
-        link = self._links.get(peer)
-        if link is None:
-            raise TransportError(f"peer {peer} is not connected over nixl")
+        link = self._link(peer)
         try:
             self._posting.reach(link, self._transfers, self._open_posting_agent).notify(note, link)
         except TransportError as error:
@@ -414,25 +429,22 @@ class NixlTransport:
             )
         return agent
 
-    def _start(self, peer: PeerId, segments: Sequence[Segments], operation: Operation) -> Handle:
+    def _link(self, peer: PeerId) -> NixlLink:
         link = self._links.get(peer)
         if link is None:
             raise TransportError(f"peer {peer} is not connected over nixl")
-        check_segments(segments, self._regions, link.regions, peer)
-        return self._enqueue(link, operation, self._batches(segments, link))
+        return link
 
     def _enqueue(
-        self, link: NixlLink, operation: Operation, batches: Iterator[Descriptors]
+        self, handle: Handle, link: NixlLink, operation: Operation, batches: Iterator[Descriptors]
     ) -> Handle:
         try:
             agent = self._posting.reach(link, self._transfers, self._open_posting_agent)
         except TransportError as error:
             self._fail(link, str(error))
             raise
-        self._last_handle += 1
-        transfer = NixlTransfer(Handle(self._last_handle), link, agent, operation, batches)
-        self._transfers.append(transfer)
-        return transfer.handle
+        self._transfers.append(NixlTransfer(handle, link, agent, operation, batches))
+        return handle
 
     def _batches(self, segments: Sequence[Segments], link: NixlLink) -> Iterator[Descriptors]:
         """Compute the descriptors when the first batch is posted, not when the transfer starts."""
@@ -478,7 +490,7 @@ class NixlTransport:
             return transfer
         return None
 
-    def _give_up(self, agent: Agent, link: NixlLink) -> None:
+    def _give_up(self, agent: NixlAgent, link: NixlLink) -> None:
         """Stop all transfers that wait for a silent peer on this agent.
 
         The timeout has passed once for this peer, so further transfers do not wait once more.

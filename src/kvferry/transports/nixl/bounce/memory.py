@@ -4,10 +4,11 @@ Only code for device memory imports torch: the import needs torch with CUDA.
 """
 
 import contextlib
-import ctypes
 import mmap
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass
+
+import numpy as np
 
 from kvferry.errors import TransportError
 from kvferry.transports.copy.gather import AddressCopier, HostAddressCopier
@@ -19,14 +20,17 @@ memory.
 """
 
 
-class BufferMemory(Protocol):
+@dataclass(slots=True)
+class BufferMemory:
     """Memory of a bounce buffer. The code that allocates the memory closes it."""
 
-    @property
-    def address(self) -> int: ...
-    @property
-    def size_bytes(self) -> int: ...
-    def close(self) -> None: ...
+    address: int
+    size_bytes: int
+    owner: object
+    """The array or tensor whose memory this is."""
+
+    def close(self) -> None:
+        self.owner = None
 
 
 BufferAllocator = Callable[[int, Region], BufferMemory]
@@ -35,45 +39,17 @@ memory.
 """
 
 
-class HostMemory:
-    """One range of host memory, whose pages are allocated on first use. The allocating code must
-    call `close`.
-    """
-
-    def __init__(self, pages: mmap.mmap) -> None:
-        self._pages: mmap.mmap | None = pages
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
-        self._size_bytes = len(pages)
-
-    @classmethod
-    def allocate(cls, size_bytes: int) -> "HostMemory":
-        return cls(mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-
-    @property
-    def address(self) -> int:
-        return self._address
-
-    @property
-    def size_bytes(self) -> int:
-        return self._size_bytes
-
-    def close(self) -> None:
-        if self._pages is not None:
-            with contextlib.suppress(
-                BufferError
-            ):  # a view still exists: unmapping the memory would crash the process
-                self._pages.close()
-            self._pages = None
-
-
 def allocate_buffer(size_bytes: int, like: Region) -> BufferMemory:
     """Allocate a bounce buffer beside a cache. Implements `BufferAllocator`."""
     try:
         if like.memory is MemoryKind.DRAM:
-            return HostMemory.allocate(size_bytes)
-        from kvferry.transports.copy.cuda import DeviceMemory
+            # Page-aligned, and the pages are allocated on first use.
+            pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            return BufferMemory(np.frombuffer(pages, np.uint8).ctypes.data, size_bytes, pages)
+        from kvferry.transports.copy.cuda import allocate
 
-        return DeviceMemory.allocate(size_bytes, like.device)
+        tensor = allocate(size_bytes, like.device)
+        return BufferMemory(tensor.data_ptr(), tensor.numel(), tensor)
     except (OSError, *WITHOUT_CUDA) as error:
         raise TransportError(str(error)) from error
 

@@ -221,6 +221,26 @@ BounceMessage = (
 )
 
 
+class OutgoingMessages:
+    """Messages that wait to be sent, by receiving agent."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, list[BounceMessage]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def put(self, agent: str, *messages: BounceMessage) -> None:
+        self._waiting.setdefault(agent, []).extend(messages)
+
+    def drain(self) -> list[tuple[str, list[BounceMessage]]]:
+        waiting, self._waiting = self._waiting, {}
+        return list(waiting.items())
+
+
+# -- notifications --
+
+
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
     """Some messages of one sender to one receiver."""
 
@@ -229,6 +249,9 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     """Name of the serving agent of the sender's transport."""
     count: _Natural
     messages: Annotated[tuple[BounceMessage, ...], msgspec.Meta(max_length=FEW_MESSAGES)]
+
+
+_DECODER = msgspec.msgpack.Decoder(Envelope)
 
 
 class NotificationCodec:
@@ -282,15 +305,12 @@ class NotificationCodec:
             raise RemoteProtocolError(
                 f"a notification of {envelope.sender} has another version, or was received before"
             )
-        self._note(envelope)
-        return envelope
-
-    def _note(self, envelope: Envelope) -> None:
         # Re-inserted at the end, so that the first entry is the sender that was quiet longest.
         self._counts.pop(envelope.sender, None)
         self._counts[envelope.sender] = envelope.count
         if len(self._counts) > MAX_SENDERS:
             del self._counts[next(iter(self._counts))]
+        return envelope
 
     def _tag(self, receiver: str, payload: bytes | memoryview) -> bytes:
         return hmac.digest(self._key, b"".join((receiver.encode(), b"\0", payload)), hashlib.sha256)
@@ -298,19 +318,19 @@ class NotificationCodec:
 
 def _weight(message: BounceMessage) -> int:
     """Return an upper bound, close to the real size, on the encoded size of a message in bytes."""
-    if isinstance(message, SegmentPart):
-        return (
-            SHORT_BYTES
-            + sum(TABLE_BYTES + len(table.numbers) for table in message.tables)
-            + GROUP_BYTES * len(message.groups)
-        )
-    return SHORT_BYTES + (
-        len(message.metadata)
-        if isinstance(message, SlotRequest | SlotGranted)
-        else 4 * len(message.why)
-        if isinstance(message, TransferEnded)
-        else 0
-    )
+    match message:
+        case SegmentPart():
+            tables = sum(TABLE_BYTES + len(table.numbers) for table in message.tables)
+            return SHORT_BYTES + tables + GROUP_BYTES * len(message.groups)
+        case SlotRequest() | SlotGranted():
+            return SHORT_BYTES + len(message.metadata)
+        case TransferEnded():
+            return SHORT_BYTES + 4 * len(message.why)
+        case _:
+            return SHORT_BYTES
+
+
+# -- segments on the wire --
 
 
 def cut_into_parts(transfer: int, segments: Sequence[Segments]) -> Iterator[SegmentPart]:
@@ -318,35 +338,27 @@ def cut_into_parts(transfer: int, segments: Sequence[Segments]) -> Iterator[Segm
     number = num_offsets = 0
     tables: list[Offsets] = []
     groups: list[SegmentGroup] = []
-    for segments_of_region in segments:
-        rest = segments_of_region.remote_offsets
+
+    def part() -> SegmentPart:
+        return SegmentPart(transfer, number, tuple(map(OffsetTable.of, tables)), tuple(groups))
+
+    for same_size in segments:
+        rest = same_size.remote_offsets
         while len(rest):
             most = PART_OFFSETS if number else FIRST_PART_OFFSETS
             known = _same(rest[:most], tables)
             if len(groups) == PART_GROUPS or (known is None and num_offsets == most):
-                yield SegmentPart(
-                    transfer,
-                    number,
-                    tuple(OffsetTable.of(table) for table in tables),
-                    tuple(groups),
-                )
-                number, num_offsets = number + 1, 0
-                tables, groups = [], []
+                yield part()
+                number, num_offsets, tables, groups = number + 1, 0, [], []
                 continue
             if known is None:
                 known = len(tables)
                 tables.append(rest[: most - num_offsets])
                 num_offsets += len(tables[-1])
-            groups.append(
-                SegmentGroup(
-                    segments_of_region.remote_region, segments_of_region.segment_bytes, known
-                )
-            )
+            groups.append(SegmentGroup(same_size.remote_region, same_size.segment_bytes, known))
             rest = rest[len(tables[known]) :]
     if groups:
-        yield SegmentPart(
-            transfer, number, tuple(OffsetTable.of(table) for table in tables), tuple(groups)
-        )
+        yield part()
 
 
 def _same(offsets: Offsets, tables: Sequence[Offsets]) -> int | None:
@@ -358,6 +370,3 @@ def _same(offsets: Offsets, tables: Sequence[Offsets]) -> int | None:
         if len(table) == len(offsets) and table[0] == offsets[0] and np.array_equal(table, offsets):
             return len(tables) - 1 - number
     return None
-
-
-_DECODER = msgspec.msgpack.Decoder(Envelope)

@@ -2,7 +2,7 @@
 
 Peers ask for a slot of our bounce buffer. A reader reads the bytes that we gather into
 the slot. A writer writes into the slot, and we scatter the bytes. Owned by the transport's thread,
-which passes in messages and the time, and sends the messages of `take_outgoing`.
+which passes in messages and the time, and sends the messages in `outgoing`.
 
 No message is trusted: segments are checked against our own regions, and counts against our own
 progress. A transfer with an impossible message is ended with a reason. A slot is granted to another
@@ -20,7 +20,7 @@ See docs/decisions/037-bounce-buffers.md.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvferry.errors import RemoteProtocolError, TransportError
@@ -30,6 +30,7 @@ from kvferry.transports.nixl.bounce.messages import (
     MAX_WHY,
     BounceMessage,
     InitiatorProgress,
+    OutgoingMessages,
     OwnerProgress,
     SegmentPart,
     SlotGranted,
@@ -39,12 +40,12 @@ from kvferry.transports.nixl.bounce.messages import (
 )
 from kvferry.transports.nixl.bounce.slots import (
     BounceBuffer,
-    RegionSegments,
+    Direction,
     SegmentStream,
-    Slot,
     SlotCopier,
     SlotTable,
     fair_slot_bytes,
+    must_report,
 )
 from kvferry.types import Region
 
@@ -100,36 +101,16 @@ class _PeerTransfer:
     def key(self) -> tuple[str, int]:
         return self.sender, self.ask.transfer
 
-    @property
-    def is_complete(self) -> bool:
-        if self.slot_copier is None:
-            return False
-        return (
-            self.advanced if self.ask.is_read else self.slot_copier.done
-        ) == self.ask.total_bytes
-
-    @property
-    def copy_limit(self) -> int:
-        """Stream position up to which bytes may be copied now."""
-        assert self.slot_copier is not None
-        room = (
-            self.advanced + self.slot_copier.slot.size_bytes if self.ask.is_read else self.advanced
-        )
-        return min(self.stream.total_bytes, room)
-
-    @property
-    def has_unreported_progress(self) -> bool:
-        """Whether the peer waits for a report of the copied bytes.
-
-        The peer needs the report to read the bytes, to write more bytes into the same place, or to
-        complete the transfer.
-        """
-        assert self.slot_copier is not None
-        done, room = self.slot_copier.done, self.slot_copier.slot.size_bytes
-        if done <= self.reported or self.ask.is_read or done == self.ask.total_bytes:
-            return done > self.reported
-        return self.reported + room < self.ask.total_bytes and (
-            4 * (done - self.reported) >= room or done == self.advanced
+    def has_unreported_progress(self, slot_copier: SlotCopier) -> bool:
+        """Whether the peer waits for a report of the copied bytes."""
+        if self.ask.is_read:
+            return slot_copier.done > self.reported
+        return must_report(
+            slot_copier.done,
+            self.reported,
+            self.ask.total_bytes,
+            slot_copier.slot.size_bytes,
+            is_waiting=slot_copier.done == self.advanced,
         )
 
     def is_reclaimable(self, now: float, reclaim_s: float) -> bool:
@@ -163,7 +144,7 @@ class SlotServer:
         self._served: dict[tuple[str, int], _PeerTransfer] = {}
         self._queue: deque[_PeerTransfer] = deque()
         self._moving: deque[_PeerTransfer] = deque()
-        self._outgoing: list[tuple[str, BounceMessage]] = []
+        self.outgoing = OutgoingMessages()
         self._ticked_at: float | None = None
 
     @property
@@ -171,15 +152,10 @@ class SlotServer:
         return bool(self._served)
 
     @property
-    def has_outgoing(self) -> bool:
-        return bool(self._outgoing)
-
-    @property
     def can_move(self) -> bool:
         """Whether the next tick certainly has work to do."""
         return any(
-            served.slot_copier is not None
-            and (not served.slot_copier.is_idle or served.slot_copier.started < served.copy_limit)
+            served.slot_copier is not None and served.slot_copier.has_work(served.advanced)
             for served in self._moving
             if not served.is_ended
         )
@@ -197,14 +173,8 @@ class SlotServer:
         if served is None:
             # A completed read gets no further messages, so this transfer was given up or never
             # known.
-            self._outgoing.append(
-                (
-                    sender,
-                    TransferEnded(
-                        message.transfer, "the owner does not know this transfer, or no longer"
-                    ),
-                )
-            )
+            why = "the owner does not know this transfer, or no longer"
+            self.outgoing.put(sender, TransferEnded(message.transfer, why))
             return
         served.last_message_at, served.lost_at = now, None
         try:
@@ -238,22 +208,12 @@ class SlotServer:
         budget = self._bounce_buffer.limits.tick_bytes
         self._moving.rotate(-1)
         for served in list(self._moving):
-            budget -= self._move(served, now, may_begin=budget > 0)
-
-    def take_outgoing(self) -> Iterator[tuple[str, tuple[BounceMessage, ...]]]:
-        """Yield the messages to send, as one notification per agent."""
-        outgoing, self._outgoing = self._outgoing, []
-        by_agent: dict[str, list[BounceMessage]] = {}
-        for sender, message in outgoing:
-            by_agent.setdefault(sender, []).append(message)
-        for sender, messages in by_agent.items():
-            yield sender, tuple(messages)
+            budget -= self._move(served, now, may_start=budget > 0)
 
     def _admit(self, sender: str, ask: SlotRequest, now: float) -> None:
         if len(self._served) >= MAX_SERVED:
-            self._outgoing.append(
-                (sender, TransferEnded(ask.transfer, "too many transfers are queued at the owner"))
-            )
+            why = "too many transfers are queued at the owner"
+            self.outgoing.put(sender, TransferEnded(ask.transfer, why))
             return
         served = _PeerTransfer(sender, ask, now, ask.clock_s)
         self._served[served.key] = served
@@ -273,8 +233,7 @@ class SlotServer:
             > MAX_QUEUED_SEGMENTS
         ):
             raise RemoteProtocolError("too many segments are queued at the owner")
-        for region_segments in self._region_segments(part):
-            served.stream.append(region_segments)
+        self._append(part, served.stream)
         served.num_parts, served.num_segments = served.num_parts + 1, num_segments
         if served.stream.total_bytes > served.ask.total_bytes:
             raise RemoteProtocolError(
@@ -282,22 +241,19 @@ class SlotServer:
                 f"has {served.ask.total_bytes}"
             )
 
-    def _region_segments(self, part: SegmentPart) -> Iterator[RegionSegments]:
-        """Convert a part to segments of our regions. RemoteProtocolError if one lies outside."""
+    def _append(self, part: SegmentPart, stream: SegmentStream) -> None:
+        """Append a part's segments. RemoteProtocolError if one lies outside of our regions."""
         tables = [table.offsets() for table in part.tables]
         for group in part.groups:
-            offsets = tables[group.table]
-            room = (
-                self._regions[group.region].size_bytes - group.segment_bytes
-                if group.region < len(self._regions)
-                else -1
-            )
+            offsets, room = tables[group.table], -1
+            if group.region < len(self._regions):
+                room = self._regions[group.region].size_bytes - group.segment_bytes
             if room < 0 or not are_within(offsets, room):
                 raise RemoteProtocolError(
                     f"segments of {group.segment_bytes} bytes leave region "
                     f"{group.region}, or the region does not exist"
                 )
-            yield RegionSegments(self._regions[group.region].address, group.segment_bytes, offsets)
+            stream.append(self._regions[group.region].address, group.segment_bytes, offsets)
 
     def _take_advance(self, served: _PeerTransfer, message: InitiatorProgress) -> None:
         if served.is_ended:
@@ -316,9 +272,7 @@ class SlotServer:
             raise RemoteProtocolError(f"progress up to byte {message.upto} is not possible yet")
         served.clock_s = message.clock_s
         if slot_copier is None:
-            self._outgoing.append(
-                (served.sender, OwnerProgress(served.ask.transfer, 0, served.clock_s))
-            )
+            self._put(served, OwnerProgress(served.ask.transfer, 0, served.clock_s))
         served.must_notify |= message.upto <= served.advanced
         served.advanced = max(served.advanced, message.upto)
 
@@ -337,9 +291,7 @@ class SlotServer:
                 self._queue.remove(served)
                 self._forget(served)
             if served.slot_copier is None or served.slot_copier.is_idle:
-                self._outgoing.append(
-                    (served.sender, TransferEnded(served.ask.transfer, why[:MAX_WHY]))
-                )
+                self._put(served, TransferEnded(served.ask.transfer, why[:MAX_WHY]))
             else:
                 served.must_notify = True
 
@@ -358,8 +310,8 @@ class SlotServer:
                 self._bounce_buffer,
                 served.stream,
                 slot,
-                served.ask.is_read,
-                _usable_granularity(slot, served.ask.granularity),
+                Direction.GATHER if served.ask.is_read else Direction.SCATTER,
+                served.ask.granularity if slot.size_bytes % served.ask.granularity == 0 else 1,
             )
             self._moving.append(served)
 
@@ -372,56 +324,44 @@ class SlotServer:
             for served in list(self._queue):
                 self._end(served, "silent peers hold all slots of the owner")
 
-    def _move(self, served: _PeerTransfer, now: float, *, may_begin: bool) -> int:
+    def _move(self, served: _PeerTransfer, now: float, *, may_start: bool) -> int:
         """Copy up to the limits and report progress; return how many bytes were started."""
-        slot_copier, begun = served.slot_copier, 0
+        slot_copier, begun, transfer = served.slot_copier, 0, served.ask.transfer
         assert slot_copier is not None
         try:
-            slot_copier.collect()
-            if may_begin and not served.is_ended:
-                begun = slot_copier.advance(served.copy_limit, served.ask.total_bytes)
-                slot_copier.collect()
+            begun = slot_copier.advance(
+                served.advanced,
+                served.ask.total_bytes,
+                may_start=may_start and not served.is_ended,
+            )
         except TransportError as error:
             self._end(served, str(error))
+        must_notify = (
+            served.must_notify or now > max(served.last_message_at, served.sent_at) + KEEPALIVE_S
+        )
         if served.is_ended:
             # TransferEnded is repeated while the slot is kept: a failure to send shows that the
             # peer's link has failed.
-            if slot_copier.is_idle and (
-                served.must_notify
-                or now > max(served.last_message_at, served.sent_at) + KEEPALIVE_S
-            ):
+            if slot_copier.is_idle and must_notify:
                 served.must_notify, served.sent_at = False, now
-                self._outgoing.append(
-                    (served.sender, TransferEnded(served.ask.transfer, "stopped"))
-                )
+                self._put(served, TransferEnded(transfer, "stopped"))
             return begun
-        if not served.is_granted and (
-            slot_copier.is_idle or slot_copier.done
-        ):  # delayed until bytes are gathered: one notification then carries both
-            served.is_granted, slot = True, slot_copier.slot
-            granted = SlotGranted(
-                served.ask.transfer,
-                self._bounce_buffer.address + slot.first,
-                slot.size_bytes,
-                served.clock_s,
-                self._metadata if served.ask.needs_metadata else b"",
-            )
-            self._outgoing.append((served.sender, granted))
-        if (
-            served.has_unreported_progress
-            or served.must_notify
-            or now > max(served.last_message_at, served.sent_at) + KEEPALIVE_S
-        ):
+        # The grant is delayed until bytes are gathered: one notification then carries both.
+        if not served.is_granted and (slot_copier.is_idle or slot_copier.done):
+            served.is_granted = True
+            address = self._bounce_buffer.address + slot_copier.slot.first
+            metadata = self._metadata if served.ask.needs_metadata else b""
+            size_bytes, clock_s = slot_copier.slot.size_bytes, served.clock_s
+            self._put(served, SlotGranted(transfer, address, size_bytes, clock_s, metadata))
+        if must_notify or served.has_unreported_progress(slot_copier):
             served.reported, served.must_notify, served.sent_at = slot_copier.done, False, now
-            self._outgoing.append(
-                (
-                    served.sender,
-                    OwnerProgress(served.ask.transfer, slot_copier.done, served.clock_s),
-                )
-            )
-        if served.is_complete:
+            self._put(served, OwnerProgress(transfer, slot_copier.done, served.clock_s))
+        if (served.advanced if served.ask.is_read else slot_copier.done) == served.ask.total_bytes:
             self._release_slot(served)
         return begun
+
+    def _put(self, served: _PeerTransfer, message: BounceMessage) -> None:
+        self.outgoing.put(served.sender, message)
 
     def _release_slot(self, served: _PeerTransfer) -> None:
         if served.slot_copier is None:
@@ -436,7 +376,3 @@ class SlotServer:
 
     def _forget(self, served: _PeerTransfer) -> None:
         self._served.pop(served.key, None)
-
-
-def _usable_granularity(slot: Slot, granularity: int) -> int:
-    return granularity if slot.size_bytes % granularity == 0 else 1

@@ -7,15 +7,16 @@ stream lies at `b % size_bytes` of the slot. `Slot`, `SlotTable` and `SegmentStr
 
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
 import numpy as np
 
 from kvferry.errors import LocalProtocolError
-from kvferry.transports.copy.gather import MAX_OFFSET, AddressCopier, AddressCopies, CopyJob
+from kvferry.transports.copy.gather import AddressCopier, AddressCopies, CopyJob
 from kvferry.transports.copy.segments import Offsets
-from kvferry.transports.copy.table import merge_by_offsets
+from kvferry.transports.copy.table import MAX_PLACES
 
 SLOT_ALIGNMENT = 4096
 """Slots start at multiples of this, so that segments keep the alignment that makes copies fast."""
@@ -141,6 +142,11 @@ def _aligned(offset: int) -> int:
     return -(-offset // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
 
+class Direction(Enum):
+    GATHER = "from the blocks into the slot"
+    SCATTER = "from the slot into the blocks"
+
+
 # -- segment stream --
 # The bytes of a transfer as a stream: all segments in a row, in the order of the plan. The two
 # sides have the same stream, with different addresses for the segments.
@@ -150,108 +156,71 @@ def _aligned(offset: int) -> int:
 # transfer.
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RegionSegments:
-    """Segments of one size in one local region, at `address + offsets[i]`, already checked."""
-
-    address: int
-    segment_bytes: int
-    offsets: Offsets
-
-    @property
-    def total_bytes(self) -> int:
-        return self.segment_bytes * len(self.offsets)
-
-    def places(self, start: int, end: int) -> Iterator[tuple[int, int, Offsets]]:
-        """Yield groups of equal parts that cover bytes `start` to `end` of these segments, in
-        order.
-
-        Each group is (size, address, offsets from that address). The first and the last group may
-        be a part of one segment.
-        """
-        size = self.segment_bytes
-        index, skipped = divmod(start, size)
-        if skipped:
-            part = min(end - start, size - skipped)
-            yield part, self.address + skipped, self.offsets[index : index + 1]
-            start += part
-            index += 1
-        last, rest = divmod(end, size)
-        if start < end and last > index:
-            yield (
-                size,
-                self.address,
-                self.offsets[index:last] if last - index < len(self.offsets) else self.offsets,
-            )
-        if start < end and rest:
-            yield rest, self.address, self.offsets[last : last + 1]
-
-
-@dataclass(slots=True)
 class SegmentStream:
     """The segments known so far, in the order of the stream."""
 
-    total_bytes: int = 0
-    _region_segments: list[RegionSegments] = field(default_factory=list)
-    _starts: list[int] = field(default_factory=list)
+    def __init__(self) -> None:
+        self._starts = [0]
+        """Where the segments of each region start in the stream, and the end of the stream."""
+        self._segments: list[tuple[int, int, Offsets]] = []
 
-    def append(self, region_segments: RegionSegments) -> None:
-        if region_segments.total_bytes:
-            self._region_segments.append(region_segments)
-            self._starts.append(self.total_bytes)
-            self.total_bytes += region_segments.total_bytes
+    @property
+    def total_bytes(self) -> int:
+        return self._starts[-1]
 
-    def gathered(
-        self, start: int, end: int, buffer_address: int, slot: Slot
+    def append(self, address: int, segment_bytes: int, offsets: Offsets) -> None:
+        """Append segments of one size at `address + offsets[i]`, which have been checked."""
+        if len(offsets):
+            self._segments.append((segment_bytes, address, offsets))
+            self._starts.append(self.total_bytes + segment_bytes * len(offsets))
+
+    def copies(
+        self, start: int, end: int, slot: Slot, buffer_address: int, direction: Direction
     ) -> list[AddressCopies]:
-        """Return the copies that move a range of the stream into the slot, grouped by size."""
-        found = self._pairs(start, end, buffer_address, slot)
-        return merge_by_offsets(
-            (size, offsets, buffer_offsets, address, at, MAX_OFFSET, MAX_OFFSET)
-            for size, address, offsets, at, buffer_offsets in found
-        )
-
-    def scattered(
-        self, start: int, end: int, buffer_address: int, slot: Slot
-    ) -> list[AddressCopies]:
-        """Return the copies that move a range of the stream out of the slot, grouped by size."""
-        found = self._pairs(start, end, buffer_address, slot)
-        return merge_by_offsets(
-            (size, buffer_offsets, offsets, at, address, MAX_OFFSET, MAX_OFFSET)
-            for size, address, offsets, at, buffer_offsets in found
-        )
-
-    def _pairs(
-        self, start: int, end: int, buffer_address: int, slot: Slot
-    ) -> Iterator[tuple[int, int, Offsets, int, Offsets]]:
-        """Yield groups of equal copies.
-
-        Each is (size, address in memory, offsets from there, address in the bounce buffer, offsets
-        from there).
+        """Return the copies that move bytes `start` to `end` of the stream, sorted by size. Regions
+        that share their offsets share a list of copies.
         """
         if not 0 <= start <= end <= self.total_bytes or end - start > slot.size_bytes:
             raise LocalProtocolError(
                 f"bytes {start} to {end} of a bounce-buffer transfer of {self.total_bytes} do not "
                 f"fit {slot}; this is a bug"
             )
-        in_a_row: dict[tuple[int, int], Offsets] = {}
-        """Offsets of consecutive segments, by segment size and count; layers share the arrays."""
-        for at, length in slot.places(start, end):
-            for size, address, offsets in self._places(start, start + length):
-                key = size, len(offsets)
-                if key not in in_a_row:
-                    in_a_row[key] = np.arange(0, size * len(offsets), size, dtype=np.int64)
-                yield size, address, offsets, buffer_address + at, in_a_row[key]
+        found: dict[tuple[int, int], tuple[Offsets, list[int], list[int]]] = {}
+        for in_buffer, length in slot.places(start, end):
+            at = buffer_address + in_buffer
+            for size, address, offsets in self._cut(start, start + length):
+                _, here, there = found.setdefault((size, id(offsets)), (offsets, [], []))
+                here.append(address)
+                there.append(at)
                 at += size * len(offsets)
             start += length
+        made = []
+        for (size, _), (offsets, here, there) in found.items():
+            in_a_row = np.arange(0, size * len(offsets), size, dtype=np.int64)
+            for first in range(0, len(here), MAX_PLACES):
+                sides = (
+                    (offsets, tuple(here[first : first + MAX_PLACES])),
+                    (in_a_row, tuple(there[first : first + MAX_PLACES])),
+                )
+                source, target = sides if direction is Direction.GATHER else sides[::-1]
+                made.append(AddressCopies(size, source[0], target[0], source[1], target[1]))
+        return sorted(made, key=lambda part: (part.size_bytes, part.num_rows))
 
-    def _places(self, start: int, end: int) -> Iterator[tuple[int, int, Offsets]]:
+    def _cut(self, start: int, end: int) -> Iterator[tuple[int, int, Offsets]]:
+        """Yield groups of equal parts that cover bytes `start` to `end`, in order: size, address,
+        offsets from that address. The first and the last may be a part of one segment.
+        """
         index = bisect_right(self._starts, start) - 1
         while start < end:
-            region_segments, first = self._region_segments[index], self._starts[index]
-            until = min(end, first + region_segments.total_bytes)
-            yield from region_segments.places(start - first, until - first)
-            start, index = until, index + 1
+            size, address, offsets = self._segments[index]
+            nth, skipped = divmod(start - self._starts[index], size)
+            until = min(len(offsets), (end - self._starts[index]) // size)
+            if skipped or until <= nth:
+                size, address, until = min(end - start, size - skipped), address + skipped, nth + 1
+            # The array itself shows which regions share their offsets: take no view of all of it.
+            yield size, address, offsets if until - nth == len(offsets) else offsets[nth:until]
+            start += size * (until - nth)
+            index += start == self._starts[index + 1]
 
 
 def common_granularity(segment_sizes: Sequence[int], slot_bytes: int) -> int:
@@ -308,7 +277,7 @@ class SlotCopier:
     bounce_buffer: BounceBuffer
     stream: SegmentStream
     slot: Slot
-    is_gathering: bool
+    direction: Direction
     granularity: int = 1
     started: int = 0
     done: int = 0
@@ -318,9 +287,13 @@ class SlotCopier:
     def is_idle(self) -> bool:
         return not self._jobs
 
+    def has_work(self, moved: int) -> bool:
+        """Whether copies are active or can start, after NIXL has moved bytes up to `moved`."""
+        return bool(self._jobs) or self.started < self._limit(moved)
+
     def collect(self) -> None:
-        """Record completed copies. TransportError if the device has failed; then no copy runs any
-        more.
+        """Record completed copies. TransportError if the device has failed; then no copy is active
+        any more.
         """
         try:
             while self._jobs and self._jobs[0][1].is_done():
@@ -329,39 +302,52 @@ class SlotCopier:
             self._jobs.clear()
             raise
 
-    def advance(self, limit: int, total: int) -> int:
-        """Start copies up to byte `limit`, as far as one tick allows; return the bytes started.
+    def advance(self, moved: int, total: int, *, may_start: bool) -> int:
+        """Record completed copies, and start copies as far as one tick allows, after NIXL has moved
+        bytes up to `moved`. Return the bytes started. TransportError as in `collect`.
 
-        A small chunk waits for more bytes while earlier copies of the transfer run.
+        A small chunk waits for more bytes while earlier copies of the transfer are active.
         """
-        largest = max_chunk_bytes(self.slot, total)
-        began, limits = self.started, self.bounce_buffer.limits.within(largest, self.granularity)
-        while self.started - began < limits.tick_bytes:
-            most = self._next_bytes(limits, largest) if self.is_gathering else limits.tick_bytes
+        self.collect()
+        began, limit, largest = self.started, self._limit(moved), max_chunk_bytes(self.slot, total)
+        limits = self.bounce_buffer.limits.within(largest, self.granularity)
+        while may_start and self.started - began < limits.tick_bytes:
+            most = limits.tick_bytes
+            if self.direction is Direction.GATHER:
+                most = max(limits.chunk_bytes, min(self.started, largest, limits.tick_bytes))
+                most = max(self.granularity, most - most % self.granularity)
             end = chunk_end(self.started, limit, most, self.granularity, total)
             if end <= self.started or (
                 end - self.started < limits.chunk_bytes and end < total and self._jobs
             ):
                 break
-            self._start(end)
+            buffer = self.bounce_buffer
+            copies = self.stream.copies(
+                self.started, end, self.slot, buffer.address, self.direction
+            )
+            self._jobs.append((end, buffer.copier.start(copies)))
+            self.started = end
+        self.collect()
         return self.started - began
 
-    def _next_bytes(self, limits: CopyLimits, largest: int) -> int:
-        grown = max(limits.chunk_bytes, min(self.started, largest, limits.tick_bytes))
-        return max(self.granularity, grown - grown % self.granularity)
+    def _limit(self, moved: int) -> int:
+        """Return the position up to which bytes may be copied: into the room that NIXL has emptied,
+        or what NIXL has brought.
+        """
+        room = self.slot.size_bytes if self.direction is Direction.GATHER else 0
+        return min(self.stream.total_bytes, moved + room)
 
-    def _start(self, end: int) -> None:
-        cut: Callable[[int, int, int, Slot], list[AddressCopies]]
-        cut = self.stream.gathered if self.is_gathering else self.stream.scattered
-        self._jobs.append(
-            (
-                end,
-                self.bounce_buffer.copier.start(
-                    cut(self.started, end, self.bounce_buffer.address, self.slot)
-                ),
-            )
-        )
-        self.started = end
+
+def must_report(emptied: int, reported: int, total: int, room: int, *, is_waiting: bool) -> bool:
+    """Whether a side that empties a slot of `room` bytes reports now how far it is.
+
+    The other side needs the report to fill the slot again, or to complete the transfer. A transfer
+    whose rest fits the slot is reported at the end only. Otherwise a quarter of the slot is
+    reported at a time, or all when nothing more has arrived (`is_waiting`).
+    """
+    if emptied <= reported or emptied == total:
+        return emptied > reported
+    return reported + room < total and (4 * (emptied - reported) >= room or is_waiting)
 
 
 def max_chunk_bytes(slot: Slot, total: int) -> int:
