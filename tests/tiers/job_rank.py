@@ -6,15 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvferry.tiers.base import LoadOutcome, LoadResult, ObjectKey, StoreOutcome, StoreResult
-from kvferry.tiers.commands import (
-    Chunk,
-    ContentsChanged,
-    OffloadCommand,
-    OffloadEvent,
-    StoreChunks,
-)
-from kvferry.tiers.contents import TierContents
-from kvferry.tiers.host_pool import HostPool
+from kvferry.tiers.commands import Chunk, ContentsChanged, OffloadCommand, OffloadEvent, StoreChunks
+from kvferry.tiers.jobs.contents import TierContents
 from kvferry.tiers.jobs.jobs import OffloadJobs
 from kvferry.tiers.jobs.tasks import (
     CopyResult,
@@ -25,7 +18,8 @@ from kvferry.tiers.jobs.tasks import (
     TaskResult,
     WriteObject,
 )
-from kvferry.tiers.policies import LruPolicy
+from kvferry.tiers.pool.host_pool import HostPool
+from kvferry.tiers.pool.policies import LruPolicy
 from kvferry.transports.copy.rows import CpuRowCopier
 from kvferry.types import Region
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from kvferry.tiers.base import LoadOutcome, LoadResult, StoreOutcome, StoreResult, Tier, TierUsage
 from kvferry.tiers.commands import POOL
-from kvferry.tiers.host_pool import HostPool
 from kvferry.tiers.jobs.tasks import (
     CopyResult,
     LoadRows,
@@ -16,6 +15,7 @@ from kvferry.tiers.jobs.tasks import (
     TaskResult,
     WriteObject,
 )
+from kvferry.tiers.pool.host_pool import HostPool
 from kvferry.tiers.threads import TaskThreads
 from kvferry.transports.base import RowCopier
 

@@ -27,9 +27,9 @@ from kvferry.tiers.commands import (
     OffloadEvent,
     TierCounts,
 )
-from kvferry.tiers.host_pool import HostPool
 from kvferry.tiers.jobs.jobs import OffloadJobs
 from kvferry.tiers.jobs.tasks import TaskResult
+from kvferry.tiers.pool.host_pool import HostPool
 from kvferry.tiers.task_runner import EndedTask, TaskRunner
 from kvferry.tiers.trouble_log import log_trouble
 from kvferry.tiers.worker_reports import WorkerReports

@@ -27,8 +27,7 @@ from kvferry.tiers.commands import (
     TierCounts,
     VoidStores,
 )
-from kvferry.tiers.contents import TierContents
-from kvferry.tiers.host_pool import HostPool
+from kvferry.tiers.jobs.contents import TierContents
 from kvferry.tiers.jobs.loads import LoadJobs
 from kvferry.tiers.jobs.outbox import JobOutbox
 from kvferry.tiers.jobs.reads import ReadJobs
@@ -44,6 +43,7 @@ from kvferry.tiers.jobs.tasks import (
     WriteObject,
 )
 from kvferry.tiers.jobs.writes import WriteJobs
+from kvferry.tiers.pool.host_pool import HostPool
 
 
 class OffloadJobs:

@@ -19,7 +19,7 @@ from kvferry.tiers.jobs.reads import (
 )
 from kvferry.tiers.jobs.rows import JobRows, batches
 from kvferry.tiers.jobs.tasks import CopyResult, LoadRows, ReadObject
-from kvferry.tiers.pool_reader import StoredRow
+from kvferry.tiers.pool.reader import StoredRow
 from kvferry.transports.base import RowBlocks
 
 MAX_LOAD_BYTES = 1024 * 1024 * 1024

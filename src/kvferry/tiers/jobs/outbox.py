@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from kvferry.tiers.base import ObjectKey
 from kvferry.tiers.commands import POOL, OffloadEvent, TierCounts
-from kvferry.tiers.contents import TierContents
+from kvferry.tiers.jobs.contents import TierContents
 from kvferry.tiers.jobs.tasks import Task
 
 

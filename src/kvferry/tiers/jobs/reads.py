@@ -10,7 +10,7 @@ from kvferry.tiers.jobs.outbox import JobOutbox
 from kvferry.tiers.jobs.rows import JobRows
 from kvferry.tiers.jobs.tasks import ReadObject
 from kvferry.tiers.jobs.writes import WriteJobs
-from kvferry.tiers.pool_reader import StoredRow
+from kvferry.tiers.pool.reader import StoredRow
 
 _COUNTERS = {
     LoadOutcome.MISSING: "misses",

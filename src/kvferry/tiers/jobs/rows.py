@@ -7,9 +7,9 @@ from typing import TypeVar
 
 from kvferry.tiers.base import ObjectKey
 from kvferry.tiers.commands import POOL, Chunk
-from kvferry.tiers.host_pool import HostPool
 from kvferry.tiers.jobs.outbox import JobOutbox
-from kvferry.tiers.pool_reader import StoredRow
+from kvferry.tiers.pool.host_pool import HostPool
+from kvferry.tiers.pool.reader import StoredRow
 
 MAX_DISTRUSTED = 4096
 
