@@ -30,9 +30,9 @@ from kvferry.connectors.contract import (
 )
 from kvferry.connectors.offloading.metadata import OffloadingHandshakeMetadata
 from kvferry.connectors.offloading.scheduler import OffloadingScheduler
-from kvferry.tiers.host_pool import HostPool
 from kvferry.tiers.keys import KeyChain, Namespace
-from kvferry.tiers.policies import LruPolicy
+from kvferry.tiers.pool.host_pool import HostPool
+from kvferry.tiers.pool.policies import LruPolicy
 
 BLOCK_SIZE, NUM_ROWS, ROW_BYTES = 16, 10_000, 4096
 NUM_RUNNING, PREFILL_TOKENS, PROMPT_TOKENS = 64, 2048, 4000

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from kvferry.testing.tier_conformance import new_key
 from kvferry.tiers.base import LoadOutcome, ObjectKey, StoreOutcome
-from kvferry.tiers.disk import DiskTier
+from kvferry.tiers.disk.tier import DiskTier
 from kvferry.tiers.keys import Namespace
 from kvferry.tiers.object_store import Bucket, ObjectTier
 

@@ -38,9 +38,9 @@ from kvferry.cli.findings import (
     transport_finding,
 )
 from kvferry.cli.main import main
-from kvferry.tiers.host_pool import HostPool
 from kvferry.tiers.keys import Namespace
-from kvferry.tiers.policies import LruPolicy
+from kvferry.tiers.pool.host_pool import HostPool
+from kvferry.tiers.pool.policies import LruPolicy
 
 TABLE = """
 [vm:1 :0]   | Type       | Component | Transport | Device (System device)  |

@@ -17,13 +17,13 @@ from tests.tiers.s3_server import request, s3_server
 from kvferry.cli.main import main
 from kvferry.testing.tier_conformance import aligned_buffer, new_key, payload_of
 from kvferry.tiers.base import LoadOutcome, ObjectKey, StoreOutcome, Tier
-from kvferry.tiers.disk import DiskTier
-from kvferry.tiers.host_pool import HostPool
+from kvferry.tiers.disk.tier import DiskTier
 from kvferry.tiers.inventory.base import Condition
 from kvferry.tiers.inventory.disk import DiskInventory
 from kvferry.tiers.keys import Namespace
 from kvferry.tiers.object_store import Bucket, ObjectTier
-from kvferry.tiers.policies import LruPolicy
+from kvferry.tiers.pool.host_pool import HostPool
+from kvferry.tiers.pool.policies import LruPolicy
 from kvferry.transports.base import RowBlocks
 from kvferry.transports.copy.rows import CpuRowCopier
 from kvferry.types import Address, Region

@@ -19,10 +19,7 @@ from tests.connectors.offloading_side import (
     objects,
     objects_of,
 )
-from tests.connectors.pair import (
-    DEADLINE_S,
-    Blocks,
-)
+from tests.connectors.pair import DEADLINE_S, Blocks
 
 from kvferry.config import OffloadingExtraConfig
 from kvferry.connectors.contract import KVCacheGroup
@@ -33,9 +30,9 @@ from kvferry.logs import RepeatFilter
 from kvferry.tiers.backoff import StorageFailed
 from kvferry.tiers.base import ObjectKey
 from kvferry.tiers.commands import StoreChunks
-from kvferry.tiers.disk import DiskTier
+from kvferry.tiers.disk.tier import DiskTier
 from kvferry.tiers.keys import Namespace
-from kvferry.tiers.pool_segment import segment_paths
+from kvferry.tiers.pool.segment_files import segment_paths
 
 # -- stores and loads --
 

@@ -21,7 +21,7 @@ from kvferry.connectors.offloading.events import (
 from kvferry.protocol.tickets import HOLE
 from kvferry.tiers.base import ObjectKey
 from kvferry.tiers.commands import ContentsChanged
-from kvferry.tiers.contents import TierContents
+from kvferry.tiers.jobs.contents import TierContents
 from kvferry.tiers.keys import KeyChain
 
 CHUNK_TOKENS = 4

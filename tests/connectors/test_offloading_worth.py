@@ -7,12 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.connectors.offloading_side import FULL, MODEL, TOKENS, Slice, Start
-from tests.connectors.pair import (
-    BLOCK_SIZE,
-    NUM_BLOCKS,
-    EngineRequest,
-    MemoryKit,
-)
+from tests.connectors.pair import BLOCK_SIZE, NUM_BLOCKS, EngineRequest, MemoryKit
 
 from kvferry.config import KVTransferConfig, OffloadingExtraConfig, SideChannelConfig
 from kvferry.connectors.contract import (
@@ -31,9 +26,9 @@ from kvferry.connectors.offloading.scheduler import OffloadingScheduler
 from kvferry.connectors.offloading.stores import SeenChunks
 from kvferry.tiers.base import ObjectKey
 from kvferry.tiers.commands import StoreChunks
-from kvferry.tiers.host_pool import HostPool
 from kvferry.tiers.keys import KeyChain, Namespace
-from kvferry.tiers.policies import LruPolicy
+from kvferry.tiers.pool.host_pool import HostPool
+from kvferry.tiers.pool.policies import LruPolicy
 from kvferry.transports.memory import MemoryNetwork
 
 

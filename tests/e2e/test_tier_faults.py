@@ -42,7 +42,7 @@ from tests.tiers.storages import mounted, throttled_disk
 
 from kvferry.tiers.base import ObjectKey
 from kvferry.tiers.envelope import HEADER_BYTES, Envelope
-from kvferry.tiers.pool_reader import list_segments
+from kvferry.tiers.pool.reader import list_segments
 
 pytestmark = pytest.mark.slow
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from kvferry.testing.tier_conformance import NAMESPACE, SECRET, aligned_buffer, payload_of
 from kvferry.tiers.base import ObjectKey
-from kvferry.tiers.disk import DiskTier
-from kvferry.tiers.disk_space import DiskSpace
+from kvferry.tiers.disk.space import DiskSpace
+from kvferry.tiers.disk.tier import DiskTier
 from kvferry.tiers.inventory.disk import DiskInventory
 
 LARGE_BYTES = 512 * 2**20

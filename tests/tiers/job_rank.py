@@ -1,31 +1,26 @@
 """A rank for tests of jobs: a real cache, pool and copies. The test performs the tasks."""
 
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvferry.tiers.base import LoadOutcome, LoadResult, ObjectKey, StoreOutcome, StoreResult
-from kvferry.tiers.commands import (
-    Chunk,
-    ContentsChanged,
-    OffloadCommand,
-    OffloadEvent,
-    StoreChunks,
-)
-from kvferry.tiers.contents import TierContents
-from kvferry.tiers.host_pool import HostPool
-from kvferry.tiers.jobs.jobs import OffloadJobs
-from kvferry.tiers.jobs.tasks import (
+from kvferry.tiers.commands import Chunk, ContentsChanged, OffloadCommand, OffloadEvent, StoreChunks
+from kvferry.tiers.jobs.base import (
     CopyResult,
+    LoadEntry,
     LoadRows,
-    ReadObject,
-    SaveRows,
+    StoreEntry,
+    StoreRows,
     Task,
     TaskResult,
-    WriteObject,
 )
-from kvferry.tiers.policies import LruPolicy
+from kvferry.tiers.jobs.contents import TierContents
+from kvferry.tiers.jobs.jobs import OffloadJobs
+from kvferry.tiers.pool.host_pool import HostPool
+from kvferry.tiers.pool.policies import LruPolicy
 from kvferry.transports.copy.rows import CpuRowCopier
 from kvferry.types import Region
 
@@ -51,6 +46,8 @@ class Rank:
     events: list[OffloadEvent] = field(default_factory=list)
     reported: set[tuple[str, ObjectKey]] = field(default_factory=set)
     """What the tiers hold, as the events say."""
+
+    _counts: dict[str, Counter[str]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.cache = np.zeros((LAYERS, NUM_BLOCKS, BLOCK_BYTES), np.uint8)
@@ -90,16 +87,16 @@ class Rank:
     def perform(self, task: Task) -> TaskResult:
         """Do what a task says, with the tiers in good health."""
         match task:
-            case SaveRows(_, rows):
+            case StoreRows(_, rows):
                 return CopyResult(self.copier.save(rows))
             case LoadRows(_, rows):
                 return CopyResult(self.copier.load(rows))
-            case ReadObject(_, tier, key, row, size):
+            case LoadEntry(_, tier, key, row, size):
                 if (tier, key) not in self.stored:
                     return LoadResult(LoadOutcome.MISSING)
                 self.pool.row(row)[:size] = self.stored[tier, key]
                 return LoadResult(LoadOutcome.LOADED)
-            case WriteObject(_, tier, key, row, size):
+            case StoreEntry(_, tier, key, row, size):
                 self.stored[tier, key] = bytes(self.pool.row(row)[:size])
                 return StoreResult(StoreOutcome.STORED)
 
@@ -121,12 +118,16 @@ class Rank:
         (found,) = [task for task in self.tasks if isinstance(task, kind)]
         return found
 
-    def counts(self) -> dict[str, dict[str, float]]:
-        return self.jobs.take_counts()
+    def counts(self) -> dict[str, Counter[str]]:
+        counts, self._counts = self._counts, {}
+        return counts
 
     def _collect(self) -> None:
-        self.tasks += self.jobs.take_tasks()
-        for event in self.jobs.take_events():
+        reports = self.jobs.drain()
+        self.tasks += reports.tasks
+        for tier, row in reports.counts.items():
+            self._counts.setdefault(tier, Counter()).update(row)
+        for event in reports.events:
             if isinstance(event, ContentsChanged):
                 self._note_contents(event)
             else:

@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.tiers.base import ObjectKey
-from kvferry.tiers.host_pool import HostPool, MakePolicy
 from kvferry.tiers.keys import Namespace
-from kvferry.tiers.policies import LruPolicy
-from kvferry.tiers.pool_reader import StoredRow
+from kvferry.tiers.pool.host_pool import HostPool, MakePolicy
+from kvferry.tiers.pool.policies import LruPolicy
+from kvferry.tiers.pool.reader import StoredRow
 from kvferry.transports.base import RowBlocks
 from kvferry.transports.copy.rows import CpuRowCopier
 from kvferry.types import Region

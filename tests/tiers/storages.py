@@ -11,7 +11,7 @@ import pytest
 from tests.tiers.s3_server import request
 
 from kvferry.tiers.base import ObjectKey, Tier
-from kvferry.tiers.disk import DiskTier
+from kvferry.tiers.disk.tier import DiskTier
 from kvferry.tiers.keys import Namespace
 from kvferry.tiers.object_store import Bucket, ObjectTier
 from kvferry.types import Address

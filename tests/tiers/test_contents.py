@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from kvferry.tiers.base import ObjectKey
 from kvferry.tiers.commands import ContentsChanged
-from kvferry.tiers.contents import TierContents
+from kvferry.tiers.jobs.contents import TierContents
 
 A, B, C = (ObjectKey(name * 32) for name in (b"a", b"b", b"c"))
 

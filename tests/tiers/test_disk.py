@@ -28,11 +28,11 @@ from kvferry.testing.tier_conformance import (
     new_key,
     payload_of,
 )
-from kvferry.tiers import disk_space
 from kvferry.tiers.backoff import StorageFailed
 from kvferry.tiers.base import LoadOutcome, ObjectKey, StoreOutcome
-from kvferry.tiers.disk import DiskTier, read_file_by_os
-from kvferry.tiers.disk_space import DiskSpace, draft_name
+from kvferry.tiers.disk import space as disk_space
+from kvferry.tiers.disk.space import DiskSpace, draft_name
+from kvferry.tiers.disk.tier import DiskTier, read_file_by_os
 from kvferry.tiers.files import OPEN_FLAGS
 from kvferry.tiers.keys import NAMESPACE_FILE, Namespace
 from kvferry.transports.copy.native import native_or

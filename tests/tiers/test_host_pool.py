@@ -16,10 +16,10 @@ from tests.tiers.pool_engine import NAMESPACE, ROW_BYTES, PoolEngine, contents, 
 
 from kvferry.errors import ConfigError, LocalProtocolError
 from kvferry.tiers.base import ObjectKey, ObjectKeys, TierUsage
-from kvferry.tiers.host_pool import HostPool
 from kvferry.tiers.keys import Namespace
-from kvferry.tiers.policies import POLICIES, LruPolicy
-from kvferry.tiers.pool_reader import LISTING_INTERVAL_S, PoolReader
+from kvferry.tiers.pool.host_pool import HostPool
+from kvferry.tiers.pool.policies import POLICIES, LruPolicy
+from kvferry.tiers.pool.reader import LISTING_INTERVAL_S, PoolReader
 
 A, B, C, D, E = (key(number) for number in range(5))
 

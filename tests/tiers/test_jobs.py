@@ -9,15 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.tiers.job_rank import (
-    NUM_BLOCKS,
-    ROW_BYTES,
-    TIMEOUT_S,
-    Rank,
-    chunk,
-    key_of,
-    store,
-)
+from tests.tiers.job_rank import NUM_BLOCKS, ROW_BYTES, TIMEOUT_S, Rank, chunk, key_of, store
 
 from kvferry.tiers.base import LoadOutcome, LoadResult, ObjectKeys, StoreOutcome, StoreResult
 from kvferry.tiers.commands import (
@@ -33,14 +25,8 @@ from kvferry.tiers.commands import (
     StoresEnded,
     VoidStores,
 )
-from kvferry.tiers.jobs.tasks import (
-    CopyResult,
-    LoadRows,
-    ReadObject,
-    SaveRows,
-    WriteObject,
-)
-from kvferry.tiers.jobs.writes import KNOWN_FOR_S
+from kvferry.tiers.jobs.base import CopyResult, LoadEntry, LoadRows, StoreEntry, StoreRows
+from kvferry.tiers.jobs.stores import KNOWN_FOR_S
 
 
 def test_a_stored_chunk_is_loaded_into_other_blocks() -> None:
@@ -61,7 +47,7 @@ def test_a_chunk_that_left_the_pool_is_read_from_a_slower_tier_and_is_in_the_poo
     store(rank, 1, tier)
     rank.pool.remove(key_of(1))
     rank.send(LoadChunks("b", (chunk(1, 5, tier),)))
-    assert isinstance(rank.tasks[0], ReadObject)
+    assert isinstance(rank.tasks[0], LoadEntry)
     assert rank.tasks[0].tier == tier
     rank.finish_all()
     assert rank.events[-1] == LoadEnded("b", bytes_by_tier={tier: ROW_BYTES})
@@ -85,7 +71,7 @@ def test_a_store_that_became_void_while_it_was_copied_is_not_stored(is_all: bool
     rank = Rank()
     rank.fill(0, key_of(1))
     rank.send(StoreChunks("a", (chunk(1, 0, "disk"),)))
-    copying = rank.task(SaveRows)
+    copying = rank.task(StoreRows)
     rank.send(VoidStores("a", () if is_all else (key_of(1),)))
     rank.cache[:, 0] = 99  # the engine has given the block to another request
     rank.finish(copying)
@@ -105,9 +91,9 @@ def test_a_finished_request_keeps_its_blocks_until_the_copies_have_ended() -> No
     rank = Rank()
     rank.send(StoreChunks("a", (chunk(1, 0, "disk"),)), EndStores("a"))
     assert not rank.events
-    rank.finish(rank.task(SaveRows))
+    rank.finish(rank.task(StoreRows))
     assert rank.events == [StoresEnded("a")]
-    assert isinstance(rank.tasks[0], WriteObject)  # the slow write reads the row, not the blocks
+    assert isinstance(rank.tasks[0], StoreEntry)  # the slow write reads the row, not the blocks
     rank.send(EndStores("without stores"))
     assert rank.events[-1] == StoresEnded("without stores")
 
@@ -158,7 +144,7 @@ def test_a_load_that_takes_too_long_ends_without_waiting_for_the_read() -> None:
     store(rank, 1, "disk")
     rank.pool.remove(key_of(1))
     rank.send(LoadChunks("b", (chunk(1, 5, "disk"),)))
-    stuck = rank.task(ReadObject)
+    stuck = rank.task(LoadEntry)
     rank.wait(TIMEOUT_S)
     (ended,) = rank.events
     assert isinstance(ended, LoadEnded)
@@ -177,7 +163,7 @@ def test_a_load_that_takes_too_long_counts_only_what_was_still_to_come() -> None
     store(rank, 3, "disk")
     rank.pool.remove(key_of(3))
     rank.send(LoadChunks("b", (chunk(1, 5), chunk(2, 6), chunk(3, 7, "disk"))))
-    stuck = rank.task(ReadObject)
+    stuck = rank.task(LoadEntry)
     rank.finish(rank.task(LoadRows))
     rank.wait(TIMEOUT_S)
     (ended,) = rank.events
@@ -192,9 +178,9 @@ def test_a_load_is_not_reported_while_a_copy_may_write_into_its_blocks() -> None
     store(rank, 1)
     rank.send(LoadChunks("b", (chunk(1, 5), chunk(2, 6))))
     copying = rank.task(LoadRows)
-    for read in [task for task in rank.tasks if isinstance(task, ReadObject)]:
+    for read in [task for task in rank.tasks if isinstance(task, LoadEntry)]:
         rank.finish(read)
-    for read in [task for task in rank.tasks if isinstance(task, ReadObject)]:
+    for read in [task for task in rank.tasks if isinstance(task, LoadEntry)]:
         rank.finish(read)
     assert not rank.events
     rank.send(CancelLoad("b"))
@@ -220,7 +206,7 @@ def test_without_a_cpu_tier_two_requests_that_need_one_object_read_it_once_too()
     rank = Rank(keeps_rows=False)
     store(rank, 1, "disk")
     rank.send(LoadChunks("b", (chunk(1, 5, "disk"),)), LoadChunks("c", (chunk(1, 6, "disk"),)))
-    rank.finish(rank.task(ReadObject))
+    rank.finish(rank.task(LoadEntry))
     rank.finish(rank.task(LoadRows))
     rank.finish(rank.task(LoadRows))
     assert not rank.tasks
@@ -244,8 +230,8 @@ def test_loads_wait_for_a_row_while_slow_writes_hold_rows() -> None:
     for number in (2, 3):
         rank.fill(0, key_of(number))
         rank.send(StoreChunks("a", (chunk(number, 0, "object"),)))
-        rank.finish(rank.task(SaveRows))
-    assert sum(isinstance(task, WriteObject) for task in rank.tasks) == 1, "half of the rows"
+        rank.finish(rank.task(StoreRows))
+    assert sum(isinstance(task, StoreEntry) for task in rank.tasks) == 1, "half of the rows"
     rank.send(LoadChunks("b", (chunk(1, 5, "disk"),)))
     rank.finish_all()
     assert rank.block(5) == rank.contents(key_of(1))
@@ -256,7 +242,7 @@ def test_a_chunk_that_a_tier_has_is_not_written_there_again() -> None:
     store(rank, 1, "disk")
     rank.send(StoreChunks("b", (chunk(1, 3, "disk", "object"),)))
     (task,) = rank.tasks
-    assert isinstance(task, WriteObject)
+    assert isinstance(task, StoreEntry)
     assert task.tier == "object"
 
 
@@ -332,7 +318,7 @@ def test_events_report_what_each_tier_gets_and_loses() -> None:
     store(rank, 2)
     assert rank.reported == {("cpu", key_of(2)), ("disk", key_of(1))}
     rank.send(LoadChunks("a", (chunk(1, 5, "disk"),)))
-    rank.finish(rank.task(ReadObject), LoadResult(LoadOutcome.REFUSED, "it is damaged"))
+    rank.finish(rank.task(LoadEntry), LoadResult(LoadOutcome.REFUSED, "it is damaged"))
     assert ("disk", key_of(1)) not in rank.reported
 
 
@@ -364,13 +350,13 @@ def test_an_object_that_the_tier_has_lost_is_written_again() -> None:
     rank.jobs.note_lost("disk", [key_of(1)])
     rank.send(StoreChunks("a", (chunk(1, 0, "disk"),)))
     assert rank.reported == {("cpu", key_of(1))}
-    assert isinstance(rank.task(WriteObject), WriteObject)
+    assert isinstance(rank.task(StoreEntry), StoreEntry)
 
 
 def test_a_copy_that_fails_loses_its_rows_only() -> None:
     rank = Rank()
     rank.send(StoreChunks("a", (chunk(1, 0),)), EndStores("a"))
-    rank.finish(rank.task(SaveRows), CopyResult(reason="the GPU has failed"))
+    rank.finish(rank.task(StoreRows), CopyResult(reason="the GPU has failed"))
     assert rank.events == [StoresEnded("a")]
     store(rank, 2)
     rank.send(LoadChunks("b", (chunk(2, 5),)))
@@ -466,13 +452,13 @@ class Story:
         task = self.rng.choice(self.rank.tasks)
         if self.rng.random() < 0.8:
             self.rank.finish(task)
-        elif isinstance(task, ReadObject):
+        elif isinstance(task, LoadEntry):
             outcome = self.rng.choice([o for o in LoadOutcome if o is not LoadOutcome.LOADED])
             self.rank.pool.row(task.row)[:] = bytes(len(self.rank.pool.row(task.row)))
             if outcome is not LoadOutcome.FAILED:
                 self.rank.stored.pop((task.tier, task.key), None)
             self.rank.finish(task, LoadResult(outcome, "made up"))
-        elif isinstance(task, WriteObject):
+        elif isinstance(task, StoreEntry):
             failure = self.rng.choice([StoreOutcome.FAILED, StoreOutcome.DROPPED])
             self.rank.finish(task, StoreResult(failure, "made up"))
         else:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvferry.tiers.base import KEY_BYTES, ObjectKey, ObjectKeys
 from kvferry.tiers.keys import KeyChain, chunk_keys_by_hashlib, group_keys_by_hashlib
-from kvferry.tiers.pool_segment import SLOTS, mark_stored_by_numpy
+from kvferry.tiers.pool.segment import SLOTS, mark_stored_by_numpy
 from kvferry.transports.copy.native import native_or
 
 TOKEN_IDS = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=60)

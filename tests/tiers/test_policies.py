@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvferry.tiers.base import ObjectKey
-from kvferry.tiers.policies import (
+from kvferry.tiers.pool.policies import (
     POLICIES,
     ArcPolicy,
     EvictionPolicy,

@@ -16,13 +16,14 @@ from tests.tiers.pool_engine import NAMESPACE, ROW_BYTES, PoolEngine, key, path_
 
 from kvferry.errors import ConfigError
 from kvferry.host_memory import available_bytes
-from kvferry.tiers import host_pool
 from kvferry.tiers.base import ObjectKey, ObjectKeys
-from kvferry.tiers.host_pool import HostPool
 from kvferry.tiers.keys import Namespace
-from kvferry.tiers.policies import ArcPolicy, LruPolicy
-from kvferry.tiers.pool_reader import PoolReader, list_segments
-from kvferry.tiers.pool_segment import OwnedSegment, SegmentLayout, create_segment
+from kvferry.tiers.pool import host_pool
+from kvferry.tiers.pool.host_pool import HostPool
+from kvferry.tiers.pool.policies import ArcPolicy, LruPolicy
+from kvferry.tiers.pool.reader import PoolReader, list_segments
+from kvferry.tiers.pool.segment import SegmentLayout
+from kvferry.tiers.pool.segment_files import OwnedSegment, create_segment
 
 A, B, C, D, E = (key(number) for number in range(5))
 

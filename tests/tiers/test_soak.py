@@ -17,10 +17,10 @@ from tests.tiers.pool_engine import NAMESPACE, key
 from tests.tiers.test_pool_processes import MIB, resident_bytes, run_alone
 
 from kvferry.tiers.commands import Chunk, EndStores, LoadChunks, LoadEnded, StoreChunks, StoresEnded
-from kvferry.tiers.disk import DiskTier
-from kvferry.tiers.host_pool import HostPool
+from kvferry.tiers.disk.tier import DiskTier
 from kvferry.tiers.jobs.jobs import OffloadJobs
-from kvferry.tiers.policies import ArcPolicy
+from kvferry.tiers.pool.host_pool import HostPool
+from kvferry.tiers.pool.policies import ArcPolicy
 from kvferry.tiers.worker import OffloadWorker
 from kvferry.transports.copy.rows import CpuRowCopier
 from kvferry.types import Region

@@ -27,12 +27,12 @@ from kvferry.tiers.commands import (
     StoresCopied,
     StoresEnded,
 )
-from kvferry.tiers.contents import TierContents
-from kvferry.tiers.disk import DiskTier
-from kvferry.tiers.host_pool import HostPool
+from kvferry.tiers.disk.tier import DiskTier
+from kvferry.tiers.jobs.contents import TierContents
 from kvferry.tiers.jobs.jobs import OffloadJobs
 from kvferry.tiers.keys import Namespace
-from kvferry.tiers.policies import LruPolicy
+from kvferry.tiers.pool.host_pool import HostPool
+from kvferry.tiers.pool.policies import LruPolicy
 from kvferry.tiers.worker import OffloadWorker
 from kvferry.transports.copy.rows import CpuRowCopier
 from kvferry.types import Region

@@ -15,9 +15,8 @@ from kvferry.events import TransferFailed
 from kvferry.testing.local import ManualClock
 from kvferry.transports.memory import MemoryNetwork
 from kvferry.types import RequestId
-from kvferry.worker import thread as thread_module
 from kvferry.worker.commands import RejectLoad
-from kvferry.worker.thread import TransferWorkerThread
+from kvferry.worker.worker import TransferWorkerThread
 
 DEADLINE_S = 60.0
 
@@ -37,7 +36,7 @@ class Gate:
 @pytest.fixture
 def thread() -> Iterator[TransferWorkerThread]:
     side = Side("d", "1", MemoryNetwork(), ManualClock())
-    made = TransferWorkerThread(side.transfer_worker, side.control.wake)
+    made = TransferWorkerThread(side.transfer_worker)
     made.start()
     yield made
     made.close()
@@ -96,7 +95,7 @@ def test_a_transfer_worker_closes_while_commands_wait(thread: TransferWorkerThre
 
 
 def test_a_close_that_takes_too_long_is_an_error_until_the_thread_has_ended(
-    thread: TransferWorkerThread, monkeypatch: pytest.MonkeyPatch
+    thread: TransferWorkerThread,
 ) -> None:
     """Otherwise a second attempt to sleep would free memory that the thread may use."""
     entered, goes_on = threading.Event(), threading.Event()
@@ -108,11 +107,9 @@ def test_a_close_that_takes_too_long_is_an_error_until_the_thread_has_ended(
     thread.set_wakeup(block)
     thread.submit([reject("a")])
     assert entered.wait(DEADLINE_S)
-    with monkeypatch.context() as patch:
-        patch.setattr(thread_module, "CLOSE_TIMEOUT_S", 0.01)
-        for _ in range(2):
-            with pytest.raises(KVFerryError, match="has not stopped"):
-                thread.close()
+    for _ in range(2):
+        with pytest.raises(KVFerryError, match="has not stopped"):
+            thread.close(timeout_s=0.01)
     with pytest.raises(KVFerryError, match="has stopped"):
         thread.submit([reject("b")])
     goes_on.set()

@@ -64,8 +64,8 @@ from kvferry.config import ClusterSecret, SideChannelConfig, ignored_variables
 from kvferry.config.private_files import runtime_directory
 from kvferry.config.secret import FILE_NAME
 from kvferry.errors import ConfigError
-from kvferry.tiers.pool_reader import list_segments
-from kvferry.tiers.pool_segment import check_folder, default_folder
+from kvferry.tiers.pool.reader import list_segments
+from kvferry.tiers.pool.segment_files import check_folder, default_folder
 from kvferry.transports.copy.native import missing_native_functions
 from kvferry.transports.nixl.agent import CUDA_ENVIRONMENT, DEFAULT_ENVIRONMENT
 from kvferry.transports.nixl.bounce.settings import BounceSettings

@@ -28,7 +28,7 @@ from kvferry.tiers.inventory.base import Inventory, NamespaceSummary
 from kvferry.tiers.inventory.disk import DiskInventory
 from kvferry.tiers.inventory.pool import PoolInventory
 from kvferry.tiers.inventory.verify import OnDamage, Verification, verify
-from kvferry.tiers.pool_segment import default_folder
+from kvferry.tiers.pool.segment_files import default_folder
 from kvferry.transports.copy.rows import CpuRowCopier
 
 DESCRIPTION = (

@@ -64,8 +64,12 @@ from kvferry.transports.base import (
 )
 from kvferry.types import EngineId, Epoch, LeaseEnd, MemoryKind, RequestId
 from kvferry.worker.commands import GrantLease, OpenStream, StartLoad, WorkerCommand
-from kvferry.worker.thread import TransferWorkerThread
-from kvferry.worker.worker import TransferWorker, TransferWorkerSettings, TransferWorkerSnapshot
+from kvferry.worker.worker import (
+    TransferWorker,
+    TransferWorkerSettings,
+    TransferWorkerSnapshot,
+    TransferWorkerThread,
+)
 
 NEEDS_CACHE = (StartLoad, GrantLease, OpenStream)
 
@@ -136,9 +140,7 @@ class NixlConnectorWorker:
             fenced,
         )
         transfer_worker = TransferWorker(settings, transports, control, store, time.monotonic)
-        self._thread = TransferWorkerThread(
-            transfer_worker, control.wake, f"kvferry-tp{geometry.tp_rank}"
-        )
+        self._thread = TransferWorkerThread(transfer_worker, f"kvferry-tp{geometry.tp_rank}")
         if self._wake_engine is not None:
             self._thread.set_wakeup(self._wake_engine)
         self._thread.start()

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 from kvferry.tiers.base import LoadOutcome, LoadResult, StoreOutcome, StoreResult, Tier, TierUsage
 from kvferry.tiers.commands import POOL
-from kvferry.tiers.host_pool import HostPool
-from kvferry.tiers.jobs.tasks import (
+from kvferry.tiers.jobs.base import (
     CopyResult,
+    LoadEntry,
     LoadRows,
-    ReadObject,
-    SaveRows,
+    StoreEntry,
+    StoreRows,
     Task,
     TaskResult,
-    WriteObject,
 )
+from kvferry.tiers.pool.host_pool import HostPool
 from kvferry.tiers.threads import TaskThreads
 from kvferry.transports.base import RowCopier
 
@@ -57,11 +57,11 @@ class TaskRunner:
 
     def start(self, task: Task) -> None:
         match task:
-            case SaveRows(task_id, rows):
+            case StoreRows(task_id, rows):
                 self._saver.run(lambda: self._copy(task_id, lambda: self._copier.save(rows)))
             case LoadRows(task_id, rows):
                 self._loader.run(lambda: self._copy(task_id, lambda: self._copier.load(rows)))
-            case ReadObject() | WriteObject():
+            case LoadEntry() | StoreEntry():
                 self._io.run(lambda: self._transfer(task))
 
     def usage(self) -> dict[str, TierUsage]:
@@ -97,12 +97,12 @@ class TaskRunner:
             result = CopyResult(reason=f"a copy failed: {type(error).__name__}: {error}")
         self._report(EndedTask(task_id, POOL, result, self._clock() - began))
 
-    def _transfer(self, task: ReadObject | WriteObject) -> None:
+    def _transfer(self, task: LoadEntry | StoreEntry) -> None:
         result: LoadResult | StoreResult
         row = self._pool.row(task.row)[: task.size_bytes]
         began = self._clock()
         try:
-            if isinstance(task, ReadObject):
+            if isinstance(task, LoadEntry):
                 result = self._tiers[task.tier].load(task.key, row)
             else:
                 result = self._tiers[task.tier].store(task.key, row)
@@ -112,7 +112,7 @@ class TaskRunner:
             reason = f"the tier {task.tier} failed: {type(error).__name__}"
             result = (
                 LoadResult(LoadOutcome.FAILED, reason)
-                if isinstance(task, ReadObject)
+                if isinstance(task, LoadEntry)
                 else StoreResult(StoreOutcome.FAILED, reason)
             )
         self._report(EndedTask(task.task_id, task.tier, result, self._clock() - began))

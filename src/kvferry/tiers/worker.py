@@ -27,9 +27,9 @@ from kvferry.tiers.commands import (
     OffloadEvent,
     TierCounts,
 )
-from kvferry.tiers.host_pool import HostPool
+from kvferry.tiers.jobs.base import JobReports, TaskResult
 from kvferry.tiers.jobs.jobs import OffloadJobs
-from kvferry.tiers.jobs.tasks import TaskResult
+from kvferry.tiers.pool.host_pool import HostPool
 from kvferry.tiers.task_runner import EndedTask, TaskRunner
 from kvferry.tiers.trouble_log import log_trouble
 from kvferry.tiers.worker_reports import WorkerReports
@@ -175,11 +175,12 @@ class OffloadWorker:
             for command in self._held.popleft().commands:
                 self._jobs.handle(command, now)
         self._jobs.expire(now)
-        for task in self._jobs.take_tasks():
-            self._runner.start(task)
         for name, watching in self._watching.items():
             self._jobs.note_lost(name, watching.take_lost())
-        self._report(self._jobs.take_events())
+        reports = self._jobs.drain()
+        for task in reports.tasks:
+            self._runner.start(task)
+        self._report(reports)
         if self._waiting and not self._held and self._jobs.is_idle:
             self._end_waits()
 
@@ -212,17 +213,17 @@ class OffloadWorker:
             return REPORT_INTERVAL_S
         return min(max(0.0, deadline - self._clock()), REPORT_INTERVAL_S)
 
-    def _report(self, events: Sequence[OffloadEvent]) -> None:
+    def _report(self, reports: JobReports) -> None:
         usage = self._runner.usage()
         if not self._jobs.keeps_rows:
             del usage[POOL]
-        self._reports.update(self._jobs.take_counts(), usage, has_work=not self._jobs.is_idle)
-        for event in events:
+        self._reports.update(reports.counts, usage, has_work=not self._jobs.is_idle)
+        for event in reports.events:
             if isinstance(event, ContentsChanged):
                 for name, watching in self._watching.items():
                     watching.watch(event.stored.get(name, ()))
-        if events:
-            self._reports.send(events)
+        if reports.events:
+            self._reports.send(reports.events)
 
     def _answer_without_jobs(self) -> None:
         """Answer every command as an engine without tiers would, until `close`."""

@@ -1,46 +1,31 @@
 """The transfer worker: passes inputs to the protocol and performs the resulting actions.
 
 The decisions are made by the pure `Producer`, `Consumer` and `PushWriter` in `protocol/`. The
-transfer worker passes commands, messages and completions to these objects and performs the
-resulting actions on the transports, the block store and the control transport. Owned by one thread
-(`TransferWorkerThread`); a test may call `step` directly. See docs/decisions/005-worker-thread.md.
+transfer worker passes commands and messages to these objects; `effects.py` performs the actions
+that they return, and passes completions to them. Owned by one thread (`TransferWorkerThread`); a
+test may call `step` directly. See docs/decisions/005-worker-thread.md.
 """
 
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
 
-from kvferry.errors import InvalidTicket, KVFerryError, RemoteProtocolError, TransportError
+from kvferry.errors import InvalidTicket, RemoteProtocolError
 from kvferry.events import (
     BytesMoved,
     Event,
+    HandshakeFailed,
     MessageDropped,
     PeerConnected,
+    PrefillCompleted,
+    RetainedBlocksFetched,
     TransferFailed,
 )
 from kvferry.protocol import messages as codec
-from kvferry.protocol.actions import (
-    Action,
-    CloseConnection,
-    ClosePeer,
-    CopyToHostBuffer,
-    GrantWrites,
-    OpenPeer,
-    PlaceBlocks,
-    Reply,
-    RevokeWrites,
-    Send,
-    StartRead,
-    StartWrite,
-    StopRead,
-    StopWrite,
-)
 from kvferry.protocol.consumer.consumer import Consumer
 from kvferry.protocol.consumer.context import ConsumerSettings
-from kvferry.protocol.consumer.transfer import Destination, PushInfo
 from kvferry.protocol.messages import PushOffer, ToConsumer, ToProducer
 from kvferry.protocol.outbox import Outbox
 from kvferry.protocol.peers import UNKNOWN_EPOCH
@@ -52,14 +37,10 @@ from kvferry.protocol.tickets import PushTicketKey, TicketKey
 from kvferry.sleep import short_sleep
 from kvferry.transports.base import (
     BlockStore,
-    Completion,
     ControlTransport,
     DataTransport,
     Disconnected,
-    Handle,
     Received,
-    StoreHandle,
-    TransportOffer,
 )
 from kvferry.types import EngineId, EngineIncarnation
 from kvferry.worker.commands import (
@@ -88,6 +69,8 @@ from kvferry.worker.commands import (
     WithdrawStream,
     WorkerCommand,
 )
+from kvferry.worker.effects import Effects
+from kvferry.worker.thread import WorkerThread
 
 MAX_WAIT_S = 1.0
 CONTROL_RESOLUTION_S = 0.0005
@@ -100,10 +83,19 @@ EXPIRY_RESOLUTION_S = 0.05
 
 An expired lease is refused to readers at once; only the freeing of blocks may be late.
 """
-READ_WATCH_INTERVAL_S = 0.01
-"""How often a transport that needs `poll` to serve reads is polled while a read is likely."""
-READ_START_INTERVAL_S = 0.001
-"""How often a transport that needs `poll` to serve reads is polled while a read is beginning."""
+PROBE_AFTER_S = 1.0
+"""An engine that sleeps while its transfers run is woken after this time, and so shows that it does
+not hang.
+"""
+_STATS_ONLY_EVENTS = (
+    BytesMoved,
+    HandshakeFailed,
+    RetainedBlocksFetched,
+    MessageDropped,
+    PeerConnected,
+    PrefillCompleted,
+)
+"""Events that no request waits for, so the engine is not woken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +122,8 @@ class TransferWorkerSnapshot:
 class TransferWorker:
     """Runs the protocol of one rank on the given transports. `step` is one tick."""
 
+    title = "transfer worker"
+
     def __init__(
         self,
         settings: TransferWorkerSettings,
@@ -144,23 +138,24 @@ class TransferWorker:
         self._outbox = Outbox()
         writers = _writers(settings, self._consumer, self._outbox)
         self._producer = Producer(settings.producer, self._key, self._push_key, writers)
-        self._transports = {transport.name: transport for transport in transports}
+        self._effects = Effects(
+            transports, control, store, self._producer, self._consumer, self._outbox
+        )
         self._control = control
-        self._store = store
         self._clock = clock
-        self._moves: dict[tuple[str, Handle], StartRead | StartWrite | RevokeWrites] = {}
-        """The action that each transport handle belongs to, by transport name and handle."""
-        self._stored: dict[StoreHandle, PlaceBlocks | CopyToHostBuffer] = {}
         self._postponed = PostponedCommands(
             settings.consumer.peers.geometry.block_size, self._producer.is_copying
         )
+
+    def waits_for_mark(self, command: WorkerCommand) -> bool:
+        return True
 
     def snapshot(self) -> TransferWorkerSnapshot:
         producer, consumer = self._producer, self._consumer
         return TransferWorkerSnapshot(
             leases=producer.num_leases,
             transfers=consumer.num_transfers,
-            reads=len(self._moves),
+            reads=self._effects.num_moves,
             peers=consumer.num_peers,
             registrations=producer.num_registrations,
             writes=len(producer.writers) + producer.writers.num_posted,
@@ -200,17 +195,13 @@ class TransferWorker:
             self._receive(control_event, now)
         # Actions are performed before the transports are polled: a read that starts now may
         # complete in this very poll.
-        self._perform(now)
-        for transport in self._transports.values():
-            for completion in transport.poll():
-                self._take_completion(transport.name, completion, now)
-        for stored in self._store.poll():
-            self._finish_store(self._stored.pop(stored.handle), stored.error, now)
+        self._effects.perform(now)
+        self._effects.poll(now)
         for command in self._postponed.take_due():
             self._execute_for_consumer(command, now)
         self._producer.advance(now)
         self._consumer.advance(now, engine_seen_at)
-        self._perform(now)
+        self._effects.perform(now)
         return self._outbox.take_events()
 
     def idle_s(self) -> float:
@@ -224,36 +215,20 @@ class TransferWorker:
             # Thousands of leases have thousands of deadlines. Leases with close deadlines
             # (EXPIRY_RESOLUTION_S) are processed in one tick.
             waits.append(max(EXPIRY_RESOLUTION_S, producer_at - now))
-        waits += [interval for interval in (self._store.poll_interval_s(),) if interval is not None]
-        for transport in self._transports.values():
-            intervals = [transport.poll_interval_s()]
-            if self._producer.num_readers(transport.name) or self._consumer.may_be_written(
-                transport.name
-            ):
-                intervals.append(self._serving_interval_s(transport, now))
-            waits += [interval for interval in intervals if interval is not None]
+        waits += self._effects.poll_intervals_s(now)
         return max(0.0, min([MAX_WAIT_S, *waits]))
 
-    def _serving_interval_s(self, transport: DataTransport, now: float) -> float | None:
-        """Return how often to poll this transport so that peers can read our memory."""
-        interval = transport.serving_interval_s()
-        if interval is None or not self._producer.is_reading_likely(now):
-            return interval
-        return min(
-            interval,
-            READ_START_INTERVAL_S
-            if self._producer.is_read_beginning(now)
-            else READ_WATCH_INTERVAL_S,
-        )
+    def wakes_engine(self, events: Sequence[Event], engine_seen_at: float) -> bool:
+        """Whether a request waits for an event, or the engine sleeps while its transfers run."""
+        if self._consumer.num_transfers and self._clock() > engine_seen_at + PROBE_AFTER_S:
+            return True
+        return not all(isinstance(event, _STATS_ONLY_EVENTS) for event in events)
+
+    def wake(self) -> None:
+        self._control.wake()
 
     def close(self) -> None:
-        with ExitStack() as stack:  # every close runs, even after an earlier close has raised
-            for close in (
-                self._control.close,
-                self._store.close,
-                *(transport.close for transport in self._transports.values()),
-            ):
-                stack.callback(close)
+        self._effects.close()
 
     # -- inputs --
 
@@ -367,141 +342,8 @@ class TransferWorker:
             case RejectLoad(request, reason):
                 self._outbox.report(TransferFailed(request, reason))
 
-    def _take_completion(self, transport: str, completion: Completion, now: float) -> None:
-        move = self._moves.pop((transport, completion.handle), None)
-        if isinstance(move, RevokeWrites):
-            self._consumer.writes_revoked(move.request, move.grant_id, now)
-            return
-        moved, used = completion.total_bytes, completion.segments
-        planned = used if move is None else sum(len(part.local_offsets) for part in move.segments)
-        request = move.request if isinstance(move, StartRead) else None
-        self._outbox.report(
-            BytesMoved(
-                transport,
-                moved,
-                used,
-                planned,
-                completion.post_s,
-                completion.transfer_s,
-                completion.ok,
-                request,
-            )
-        )
-        if move is not None:
-            self._report_end(move, completion.error, now)
 
-    def _report_end(self, move: StartRead | StartWrite, error: str | None, now: float) -> None:
-        if isinstance(move, StartRead):
-            self._consumer.read_ended(move.request, move.peer, error, now)
-        else:
-            self._producer.writers.write_ended(move.write, error, now)
-
-    def _finish_store(
-        self, action: PlaceBlocks | CopyToHostBuffer, error: str | None, now: float
-    ) -> None:
-        if isinstance(action, PlaceBlocks):
-            self._consumer.placed(action.request, error, now)
-        else:
-            self._producer.copied_to_host_buffer(action.copy, error, now)
-
-    # -- effects --
-
-    def _perform(self, now: float) -> None:
-        # Performing an action may produce further actions, so the loop runs until there are none.
-        while actions := [*self._consumer.outbox.take_actions(), *self._outbox.take_actions()]:
-            for action in actions:
-                self._perform_one(action, now)
-        self._outbox.events += self._consumer.outbox.take_events()
-
-    def _perform_one(self, action: Action, now: float) -> None:
-        match action:
-            case Send(address, message):
-                self._send(address, codec.encode(message), now)
-            case Reply(route, message):
-                self._control.reply(route, codec.encode(message))
-            case CloseConnection(address):
-                self._control.forget(address)
-            case OpenPeer():
-                self._open(action, now)
-            case ClosePeer(peer, control_address):
-                for transport in self._transports.values():
-                    transport.disconnect(peer)
-                self._control.forget(control_address)
-            case StartRead() | StartWrite():
-                self._start_move(action, now)
-            case StopRead() | StopWrite():
-                self._cancel(action)
-            case GrantWrites(transport, grant_id, blocks):
-                self._transports[transport].grant_writes(grant_id, blocks)
-            case RevokeWrites(_, transport, grant_id):
-                self._moves[transport, self._transports[transport].revoke_writes(grant_id)] = action
-            case PlaceBlocks() | CopyToHostBuffer():
-                self._store_blocks(action, now)
-
-    def _send(self, address: str, frame: bytes, now: float) -> None:
-        try:
-            self._control.send(address, frame)
-        except TransportError:
-            self._control.forget(address)
-            self._consumer.disconnected(address, now)
-
-    def _open(self, action: OpenPeer, now: float) -> None:
-        problems = []
-        for choice in action.candidates:
-            offer = next(o for o in action.offers if o.transport == choice.transport)
-            try:
-                made = TransportOffer(offer.transport, offer.reach, offer.blob, offer.near)
-                self._transports[choice.transport].connect(
-                    action.peer, made, action.geometry.regions
-                )
-            # Boundary for one peer: an offer is decoded by third-party libraries, which may raise
-            # any exception.
-            except Exception as error:
-                problems.append(f"{choice.transport}: {_described(error)}")
-                continue
-            reason = "; ".join([choice.reason, *problems])
-            self._outbox.report(PeerConnected(action.peer.engine, choice.transport, reason))
-            self._consumer.peer_opened(action.peer, choice.transport, now)
-            return
-        self._consumer.peer_unreachable(
-            action.peer, f"no transport reaches the producer ({'; '.join(problems)})", now
-        )
-
-    def _start_move(self, action: StartRead | StartWrite, now: float) -> None:
-        if not action.segments:
-            self._report_end(action, None, now)
-            return
-        transport = self._transports[action.transport]
-        try:
-            if isinstance(action, StartRead):
-                handle = transport.read(action.peer, action.segments)
-            else:
-                handle = transport.write(action.peer, action.segments, action.grant_id)
-        except Exception as error:  # boundary for one transfer: libraries may raise anything
-            self._report_end(action, _described(error), now)
-            if isinstance(action, StartWrite):
-                # The transport has dropped the connection; the next request starts a new handshake.
-                self._consumer.peer_unreachable(action.peer, _described(error), now)
-            return
-        self._moves[action.transport, handle] = action
-
-    def _cancel(self, stop: StopRead | StopWrite) -> None:
-        for (name, handle), move in self._moves.items():
-            if _is_stopped(move, stop):
-                self._transports[name].cancel(handle)
-
-    def _store_blocks(self, action: PlaceBlocks | CopyToHostBuffer, now: float) -> None:
-        store = self._store
-        try:
-            handle = (
-                store.place(action.permutations, action.blocks)
-                if isinstance(action, PlaceBlocks)
-                else store.copy_to_host_buffer(action.blocks)
-            )
-        except Exception as error:  # boundary for one transfer: libraries may raise anything
-            self._finish_store(action, _described(error), now)
-            return
-        self._stored[handle] = action
+TransferWorkerThread = WorkerThread[WorkerCommand, Event, TransferWorkerSnapshot]
 
 
 def _writers(settings: TransferWorkerSettings, consumer: Consumer, outbox: Outbox) -> PushWriter:
@@ -515,19 +357,6 @@ def _writers(settings: TransferWorkerSettings, consumer: Consumer, outbox: Outbo
     writers = PushWriter(ours, consumer.peers, outbox)
     consumer.add_peer_user(writers)
     return writers
-
-
-def _is_stopped(move: StartRead | StartWrite | RevokeWrites, stop: StopRead | StopWrite) -> bool:
-    match move, stop:
-        case StartRead(request, peer), StopRead():
-            return (request, peer) == (stop.request, stop.peer)
-        case StartWrite(write), StopWrite():
-            return write == stop.write
-    return False
-
-
-def _described(error: Exception) -> str:
-    return str(error) if isinstance(error, KVFerryError) else f"{type(error).__name__}: {error}"
 
 
 # -- postponed commands --

@@ -26,7 +26,7 @@ from vllm.v1.core.sched.interface import PauseState
 
 from kvferry.connectors.offloading import settings as offloading_settings
 from kvferry.connectors.offloading import worker as worker_half
-from kvferry.tiers.pool_segment import read_header, segment_paths
+from kvferry.tiers.pool.segment_files import read_header, segment_paths
 from kvferry.transports.registry import ConfiguredTransportKit
 from kvferry.types import Region
 

@@ -27,7 +27,7 @@ from kvferry.bench.tiers.rounds import Comparison, Contestant, take_turns
 from kvferry.cli.runtime import StopRequest
 from kvferry.errors import ConfigError, KVFerryError
 from kvferry.tiers.base import KEY_BYTES, LoadOutcome, ObjectKey, StoreOutcome, Tier
-from kvferry.tiers.disk import DiskTier
+from kvferry.tiers.disk.tier import DiskTier
 from kvferry.tiers.keys import Namespace
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from kvferry.connectors.prefix_search import usable_prefix
 from kvferry.tiers.backoff import StorageFailed
 from kvferry.tiers.base import ObjectKeys, Tier
 from kvferry.tiers.commands import POOL
-from kvferry.tiers.pool_reader import PoolReader
+from kvferry.tiers.pool.reader import PoolReader
 from kvferry.tiers.threads import TaskThreads
 
 NUM_THREADS = 4

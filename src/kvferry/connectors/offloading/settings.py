@@ -17,12 +17,12 @@ from kvferry.errors import ConfigError
 from kvferry.host_memory import available_bytes, check_fits
 from kvferry.protocol.planning.geometry import Geometry
 from kvferry.tiers.base import Tier
-from kvferry.tiers.disk import DiskTier
-from kvferry.tiers.host_pool import HostPool
+from kvferry.tiers.disk.tier import DiskTier
 from kvferry.tiers.keys import Namespace
-from kvferry.tiers.policies import POLICIES
-from kvferry.tiers.pool_reader import PoolReader
-from kvferry.tiers.pool_segment import default_folder
+from kvferry.tiers.pool.host_pool import HostPool
+from kvferry.tiers.pool.policies import POLICIES
+from kvferry.tiers.pool.reader import PoolReader
+from kvferry.tiers.pool.segment_files import default_folder
 
 STAGING_BYTES = 256 * 1024 * 1024
 """The most host memory of a rank without a tier `cpu`, for chunks on their way to slower tiers."""

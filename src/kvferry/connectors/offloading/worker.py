@@ -26,7 +26,7 @@ from kvferry.connectors.offloading.metadata import (
 from kvferry.connectors.offloading.settings import chunk_namespace, open_pool, open_tiers
 from kvferry.tiers.base import TierUsage
 from kvferry.tiers.commands import POOL, ContentsChanged, LoadEnded, StoresCopied, StoresEnded
-from kvferry.tiers.contents import TierContents
+from kvferry.tiers.jobs.contents import TierContents
 from kvferry.tiers.jobs.jobs import OffloadJobs
 from kvferry.tiers.worker import OffloadWorker
 from kvferry.transports.base import EngineStream, HostStream

@@ -1,4 +1,4 @@
-"""What the folder of a disk tier holds. `kvferry.tiers.disk_space` has the names of the files."""
+"""What the folder of a disk tier holds. `kvferry.tiers.disk.space` has the names of the files."""
 
 import os
 import time
@@ -11,7 +11,7 @@ from typing import Any
 
 from kvferry.errors import ConfigError
 from kvferry.tiers.base import ObjectKey
-from kvferry.tiers.disk_space import (
+from kvferry.tiers.disk.space import (
     DRAFT_MAX_AGE_S,
     DRAFT_NAME,
     FOLDER_NAME,

@@ -23,14 +23,9 @@ from kvferry.tiers.inventory.base import (
     SegmentSummary,
     factors_of,
 )
-from kvferry.tiers.pool_reader import SegmentInfo, list_segments
-from kvferry.tiers.pool_segment import (
-    READY,
-    SegmentTable,
-    check_folder,
-    open_for_reading,
-    remove_orphan,
-)
+from kvferry.tiers.pool.reader import SegmentInfo, list_segments
+from kvferry.tiers.pool.segment import READY, SegmentTable
+from kvferry.tiers.pool.segment_files import check_folder, open_for_reading, remove_orphan
 from kvferry.transports.base import RowBlocks, RowCopier
 from kvferry.types import Region
 

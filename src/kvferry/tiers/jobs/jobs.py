@@ -1,15 +1,12 @@
-"""What a rank's offload worker does next: which rows are copied, read and written, and when a load
+"""What a rank's offload worker does next: which rows are copied, loaded and stored, and when a load
 or a store has ended.
 
-    store   cache blocks --SaveRows--> row of the host pool --WriteObject--> disk, object
-    load    disk, object --ReadObject--> row of the host pool --LoadRows--> cache blocks
-
-Each kind of task has its jobs: `stores.py`, `writes.py`, `reads.py` and `loads.py`. They share the
-rows of the pool (`rows.py`) and hand their tasks and reports to one outbox (`outbox.py`).
+    store   cache blocks --StoreRows--> row of the host pool --StoreEntry--> disk, object
+    load    disk, object --LoadEntry--> row of the host pool --LoadRows--> cache blocks
 
 No clock, no thread and no I/O: the caller passes `now`, performs the tasks on other threads and
-reports each result by `complete`. All bytes pass through rows, so a read that hangs can never write
-into the engine's cache, and its request need not wait for it.
+reports each result by `complete`. All bytes pass through rows, so a load from a tier that hangs can
+never write into the engine's cache, and its request need not wait for it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,28 +19,24 @@ from kvferry.tiers.commands import (
     EndStores,
     LoadChunks,
     OffloadCommand,
-    OffloadEvent,
     StoreChunks,
-    TierCounts,
     VoidStores,
 )
-from kvferry.tiers.contents import TierContents
-from kvferry.tiers.host_pool import HostPool
-from kvferry.tiers.jobs.loads import LoadJobs
-from kvferry.tiers.jobs.outbox import JobOutbox
-from kvferry.tiers.jobs.reads import ReadJobs
-from kvferry.tiers.jobs.rows import JobRows
-from kvferry.tiers.jobs.stores import StoreJobs
-from kvferry.tiers.jobs.tasks import (
+from kvferry.tiers.jobs.base import (
     CopyResult,
+    JobOutbox,
+    JobReports,
+    JobRows,
+    LoadEntry,
     LoadRows,
-    ReadObject,
-    SaveRows,
-    Task,
+    StoreEntry,
+    StoreRows,
     TaskResult,
-    WriteObject,
 )
-from kvferry.tiers.jobs.writes import WriteJobs
+from kvferry.tiers.jobs.contents import TierContents
+from kvferry.tiers.jobs.loads import LoadJobs
+from kvferry.tiers.jobs.stores import EntryStores, StoreJobs
+from kvferry.tiers.pool.host_pool import HostPool
 
 
 class OffloadJobs:
@@ -62,24 +55,16 @@ class OffloadJobs:
         contents: TierContents | None = None,
     ) -> None:
         """`keeps_rows`: the pool is a tier. Otherwise a row is free as soon as it was copied and
-        written. With `contents`, events report what the tiers hold.
+        stored. With `contents`, events report what the tiers hold.
         """
+        self.keeps_rows = keeps_rows
+        self.reports_contents = contents is not None
         self._pool = pool
-        self._outbox = outbox = JobOutbox(contents, is_pool_tier=keeps_rows)
-        rows = JobRows(pool, tuple(row_bytes), outbox, is_tier=keeps_rows)
-        self._writes = WriteJobs(tuple(tiers), rows, outbox)
-        self._stores = StoreJobs(rows, self._writes, outbox)
-        self._loads = LoadJobs(
-            rows, ReadJobs(tuple(tiers), rows, self._writes, outbox), outbox, load_timeout_s
-        )
-
-    @property
-    def keeps_rows(self) -> bool:
-        return self._outbox.is_pool_tier
-
-    @property
-    def reports_contents(self) -> bool:
-        return self._outbox.contents is not None
+        self._outbox = JobOutbox(contents, is_pool_tier=keeps_rows)
+        rows, names = JobRows(pool, tuple(row_bytes), self._outbox), tuple(tiers)
+        self._entries = EntryStores(names, rows, self._outbox)
+        self._stores = StoreJobs(rows, self._entries, self._outbox)
+        self._loads = LoadJobs(names, rows, self._entries, self._outbox, load_timeout_s)
 
     @property
     def is_idle(self) -> bool:
@@ -105,44 +90,39 @@ class OffloadJobs:
                 if self._outbox.contents is not None:
                     self._outbox.contents.clear()
                     # Stores of what the tiers still have shall name it again.
-                    self._writes.forget_all()
+                    self._entries.forget_all()
 
     def complete(self, task_id: int, result: TaskResult, seconds: float, now: float) -> None:
         """Process the result of a task, which took `seconds`."""
         match self._outbox.end(task_id), result:
-            case SaveRows() as task, CopyResult():
+            case StoreRows() as task, CopyResult():
                 self._stores.complete(task, result, seconds, now)
             case LoadRows() as task, CopyResult():
                 self._loads.complete_copy(task, result, seconds, now)
-            case ReadObject() as task, LoadResult():
-                self._loads.complete_read(task, result, seconds, now)
-            case WriteObject() as task, StoreResult():
-                self._writes.complete(task, result, seconds)
+            case LoadEntry() as task, LoadResult():
+                self._loads.complete_entry(task, result, seconds, now)
+            case StoreEntry() as task, StoreResult():
+                self._entries.complete(task, result, seconds)
             case task, _:
                 raise AssertionError(f"{result} is no result of {task}")
-        self._loads.retry_reads(now)
+        self._loads.retry(now)
 
     def expire(self, now: float) -> None:
         """Fail every load whose time is over."""
         self._loads.expire(now)
-        self._loads.retry_reads(now)
+        self._loads.retry(now)
 
     def next_deadline(self) -> float | None:
         return self._loads.next_deadline()
 
     def note_lost(self, tier: str, keys: Iterable[ObjectKey]) -> None:
-        """Note objects that a slower tier has noticed to be gone."""
+        """Note entries that a slower tier has noticed to be gone."""
         for key in keys:
-            self._writes.forget(tier, key)
+            self._entries.forget(tier, key)
             self._outbox.note_gone(tier, key)
 
-    def take_tasks(self) -> list[Task]:
-        return self._outbox.take_tasks()
-
-    def take_events(self) -> list[OffloadEvent]:
+    def drain(self) -> JobReports:
+        """The tasks, events and counters since the last call."""
         for key in self._pool.take_evicted():
             self._outbox.note_gone(POOL, key)
-        return self._outbox.take_events()
-
-    def take_counts(self) -> TierCounts:
-        return self._outbox.take_counts()
+        return self._outbox.drain()

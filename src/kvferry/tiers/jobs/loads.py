@@ -1,29 +1,64 @@
-"""Copies rows of the host pool into blocks of the engine's cache, and says when a load has ended.
-Pure.
+"""Loads chunks: entries of slower tiers into rows of the host pool, and rows into blocks of the
+engine's cache. Pure.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvferry.tiers.base import LoadResult
+from kvferry.tiers.base import LoadOutcome, LoadResult, ObjectKey
 from kvferry.tiers.commands import POOL, Chunk, Chunks, LoadEnded
-from kvferry.tiers.jobs.outbox import JobOutbox
-from kvferry.tiers.jobs.reads import (
-    ChunkFound,
-    ChunkMissing,
-    ChunkRead,
-    Load,
-    ReadEnd,
-    ReadJobs,
-    Waiting,
-)
-from kvferry.tiers.jobs.rows import JobRows, batches
-from kvferry.tiers.jobs.tasks import CopyResult, LoadRows, ReadObject
-from kvferry.tiers.pool_reader import StoredRow
+from kvferry.tiers.jobs.base import CopyResult, JobOutbox, JobRows, LoadEntry, LoadRows, batches
+from kvferry.tiers.jobs.stores import EntryStores
+from kvferry.tiers.pool.reader import StoredRow
 from kvferry.transports.base import RowBlocks
 
-MAX_LOAD_BYTES = 1024 * 1024 * 1024
+MAX_COPY_BYTES = 1024 * 1024 * 1024
 """The most bytes of one `LoadRows`."""
+
+_COUNTERS = {
+    LoadOutcome.MISSING: "misses",
+    LoadOutcome.REFUSED: "refused",
+    LoadOutcome.FAILED: "failed_loads",
+}
+
+
+@dataclass(slots=True)
+class _Load:
+    """A load that has not ended."""
+
+    request: str
+    deadline: float
+    began: float
+    open: dict[ObjectKey, Chunk]
+    """The chunks whose blocks are not filled yet."""
+    num_copies: int = 0
+    """How many `LoadRows` may be writing into the blocks now."""
+    failure: str = ""
+    """Why the load needs no chunk any more."""
+    is_late: bool = False
+    """Whether the load has failed because it took too long."""
+    missing: list[ObjectKey] = field(default_factory=list)
+    bytes_by_tier: dict[str, int] = field(default_factory=dict)
+
+
+_Waiting = Sequence[tuple[_Load, Chunk]]
+"""The loads that wait for an entry, each with the blocks that it shall fill."""
+
+
+@dataclass(slots=True)
+class _EntryLoad:
+    """An entry that is being loaded from slower tiers, for one or more loads."""
+
+    chunk: Chunk
+    untried: deque[str]
+    """The tiers that have not been tried yet."""
+    waiting: list[tuple[_Load, Chunk]]
+    row: int | None = None
+
+    @property
+    def still_waiting(self) -> list[tuple[_Load, Chunk]]:
+        return [(load, chunk) for load, chunk in self.waiting if not load.failure]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,44 +68,53 @@ class _Source:
     chunk: Chunk
     tier: str
     stored: StoredRow | None
-    """None for a row that was read and checked just now: this copy finds its checksum."""
-    read_row: int | None = None
-    """The row of our own into which the object was read."""
-    followers: Waiting = ()
+    """None for a row that a tier has filled and checked just now: this copy finds its checksum."""
+    filled_row: int | None = None
+    """The row of our own that the tier has filled."""
+    followers: _Waiting = ()
     """Other loads that wait for the same row; they copy it when its checksum is known."""
 
     @property
     def own_row(self) -> int | None:
-        return self.read_row if self.stored is None else self.stored.row
+        return self.filled_row if self.stored is None else self.stored.row
 
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
     """A `LoadRows` that has not ended."""
 
-    load: Load
+    load: _Load
     sources: Sequence[_Source]
 
 
 @dataclass(slots=True)
 class LoadJobs:
-    """The loads that have not ended, and the copies into the cache."""
+    """The loads that have not ended, the entries that they wait for, and their copies into the
+    cache.
+    """
 
+    tiers: tuple[str, ...]
+    """The fastest first."""
     rows: JobRows
-    reads: ReadJobs
+    entry_stores: EntryStores
     outbox: JobOutbox
     timeout_s: float
-    _loads: dict[str, Load] = field(default_factory=dict, init=False)
+    _loads: dict[str, _Load] = field(default_factory=dict, init=False)
     """By request."""
     _copies: dict[int, _Copy] = field(default_factory=dict, init=False)
     """By task."""
+    _entries: dict[int, _EntryLoad] = field(default_factory=dict, init=False)
+    """By task."""
+    _entries_by_key: dict[ObjectKey, _EntryLoad] = field(default_factory=dict, init=False)
+    _without_row: deque[_EntryLoad] = field(default_factory=deque, init=False)
+    """Entries that wait for a free row of the pool."""
 
     @property
     def is_idle(self) -> bool:
         return not self._loads
 
     def begin(self, request: str, chunks: Chunks, now: float) -> None:
-        load = Load(request, now + self.timeout_s, now, {chunk.key: chunk for chunk in chunks})
+        load = _Load(request, now + self.timeout_s, now, {chunk.key: chunk for chunk in chunks})
         self._loads[request] = load
         sources, others = [], []
         for chunk in load.open.values():
@@ -80,10 +124,10 @@ class LoadJobs:
             else:
                 self.rows.pool.touch(chunk.key)
                 sources.append(_Source(chunk, POOL, found))
-        # Copies first: a read that fails at once ends the load, but not before its copies.
+        # Copies first: an entry that fails at once ends the load, but not before its copies.
         self._start_copies(load, sources)
         for chunk in others:
-            self._read(load, chunk, chunk.tiers, now)
+            self._load_entry(load, chunk, chunk.tiers, now)
         self._check(load, now)
 
     def cancel(self, request: str, now: float) -> None:
@@ -106,41 +150,85 @@ class LoadJobs:
         deadlines = (load.deadline for load in self._loads.values() if not load.failure)
         return min(deadlines, default=None)
 
-    # -- reads of slower tiers --
+    # -- entries of slower tiers --
 
-    def complete_read(
-        self, task: ReadObject, result: LoadResult, seconds: float, now: float
+    def complete_entry(
+        self, task: LoadEntry, result: LoadResult, seconds: float, now: float
     ) -> None:
-        self._end_read(self.reads.complete(task, result, seconds, now), now)
+        self.outbox.count(task.tier, "load_seconds", seconds)
+        entry = self._entries.pop(task.task_id)
+        if result.outcome is not LoadOutcome.LOADED:
+            self.outbox.count(task.tier, _COUNTERS[result.outcome])
+            self.entry_stores.forget(task.tier, task.key)
+            if result.outcome is not LoadOutcome.FAILED:
+                self.outbox.note_gone(task.tier, task.key)
+            reason = result.reason or f"the tier {task.tier} no longer has the chunk"
+            self._advance(entry, reason, now)
+            return
+        del self._entries_by_key[task.key]
+        waiting = entry.still_waiting
+        if not waiting:
+            self.rows.pool.discard(task.row)
+            return
+        self.entry_stores.note_known(task.tier, task.key, now)
+        self.outbox.note_held(task.tier, task.key)
+        (load, chunk), *followers = waiting
+        self._start_copies(load, [_Source(chunk, task.tier, None, task.row, followers)])
 
-    def retry_reads(self, now: float) -> None:
-        """Begin the reads that have waited for a row that is free by now."""
-        for end in self.reads.retry():
-            self._end_read(end, now)
+    def retry(self, now: float) -> None:
+        """Try once more to load the entries that wait for a row of the pool."""
+        for _ in range(len(self._without_row)):
+            self._advance(self._without_row.popleft(), "the host pool has no free row", now)
 
-    def _read(self, load: Load, chunk: Chunk, hints: Sequence[str], now: float) -> None:
-        self._end_read(self.reads.begin(load, chunk, hints), now)
+    def _load_entry(self, load: _Load, chunk: Chunk, hints: Sequence[str], now: float) -> None:
+        """Load a chunk that the pool does not have from the tiers, one after the other, those in
+        `hints` first. Loads of the same chunk share one `_EntryLoad`.
+        """
+        entry = self._entries_by_key.get(chunk.key)
+        if entry is not None:
+            entry.waiting.append((load, chunk))
+            return
+        hinted = [tier for tier in hints if tier in self.tiers]
+        others = [tier for tier in self.tiers if tier not in hinted]
+        entry = _EntryLoad(chunk, deque([*hinted, *others]), [(load, chunk)])
+        self._entries_by_key[chunk.key] = entry
+        self._advance(entry, "no tier has the chunk", now)
 
-    def _end_read(self, end: ReadEnd | None, now: float) -> None:
-        match end:
-            case ChunkFound(stored, waiting):
-                for load, chunk in waiting:
-                    self._start_copies(load, [_Source(chunk, POOL, stored)])
-            case ChunkRead(tier, row, [(load, chunk), *others]):
-                self._start_copies(load, [_Source(chunk, tier, None, row, others)])
-            case ChunkMissing(reason, waiting):
-                for load, chunk in waiting:
-                    if not load.failure:
-                        load.missing.append(chunk.key)
-                        self._fail(load, reason, now)
+    def _advance(self, entry: _EntryLoad, reason: str, now: float) -> None:
+        """Take the chunk from the pool if it is there by now, else try the next tier. `reason` is
+        why the chunk is missing if there is none.
+        """
+        key, pool = entry.chunk.key, self.rows.pool
+        found = None if entry.row is not None else self.rows.find(key)
+        waiting = entry.still_waiting
+        if found is not None or not entry.untried or not waiting:
+            del self._entries_by_key[key]
+            if entry.row is not None:
+                pool.discard(entry.row)
+            for load, chunk in waiting:
+                if found is not None:
+                    self._start_copies(load, [_Source(chunk, POOL, found)])
+                elif not load.failure:
+                    load.missing.append(key)
+                    self._fail(load, reason, now)
+            return
+        if entry.row is None and not pool.holds(key):
+            entry.row = pool.reserve(key)
+        if entry.row is None:
+            self._without_row.append(entry)
+            return
+        task_id, tier = self.outbox.next_task_id(), entry.untried.popleft()
+        self._entries[task_id] = entry
+        size_bytes = self.rows.size(entry.chunk)
+        self.outbox.start(LoadEntry(task_id, tier, key, entry.row, size_bytes))
 
     # -- copies into the cache --
 
-    def _start_copies(self, load: Load, sources: Sequence[_Source]) -> None:
+    def _start_copies(self, load: _Load, sources: Sequence[_Source]) -> None:
         def size_of(source: _Source) -> int:
             return self.rows.size(source.chunk)
 
-        for batch in batches(sources, size_of, MAX_LOAD_BYTES):
+        for batch in batches(sources, size_of, MAX_COPY_BYTES):
             task_id = self.outbox.next_task_id()
             rows = tuple(self._pinned(source) for source in batch)
             load.num_copies += 1
@@ -153,8 +241,8 @@ class LoadJobs:
         if source.stored is not None:
             address = source.stored.address
         else:
-            assert source.read_row is not None
-            address = self.rows.pool.row_address(source.read_row)
+            assert source.filled_row is not None
+            address = self.rows.pool.row_address(source.filled_row)
         return RowBlocks(address, source.chunk.group, source.chunk.block_ids)
 
     def complete_copy(self, task: LoadRows, result: CopyResult, seconds: float, now: float) -> None:
@@ -171,17 +259,17 @@ class LoadJobs:
             self._fail(load, result.reason, now)
         self._check(load, now)
 
-    def _end_source(self, load: Load, source: _Source, checksum: int | None, now: float) -> None:
+    def _end_source(self, load: _Load, source: _Source, checksum: int | None, now: float) -> None:
         """Process the copy of one row; `checksum` is None if the copy failed."""
         key, size, count = source.chunk.key, self.rows.size(source.chunk), self.outbox.count
         if source.stored is None:
-            self._publish_read_row(source, checksum, now)
+            self._publish_filled_row(source, checksum, now)
         elif checksum is not None and checksum != source.stored.checksum:
             # Damaged, or evicted and overwritten while it was copied.
             count(POOL, "refused")
             self.rows.distrust(key, source.stored)
             if not load.failure:
-                self._read(load, source.chunk, (), now)
+                self._load_entry(load, source.chunk, (), now)
             return
         if checksum is not None:
             if load.open.pop(key, None) is not None:
@@ -189,31 +277,31 @@ class LoadJobs:
             count(source.tier, "loads")
             count(source.tier, "loaded_bytes", size)
 
-    def _publish_read_row(self, source: _Source, checksum: int | None, now: float) -> None:
+    def _publish_filled_row(self, source: _Source, checksum: int | None, now: float) -> None:
         """Keep a row in the pool that a slower tier has just checked, and copy it for all loads."""
-        key, row = source.chunk.key, source.read_row
+        key, row = source.chunk.key, source.filled_row
         assert row is not None
         is_published = checksum is not None and self.rows.publish(key, row, checksum)
         if checksum is None:
             self.rows.pool.discard(row)
         for load, chunk in source.followers:
             if not load.failure:
-                self._read(load, chunk, (source.tier,), now)
+                self._load_entry(load, chunk, (source.tier,), now)
         if is_published:
             # Only now: the copies for the followers have pinned the row.
             self.rows.release(key)
 
     # -- ends of loads --
 
-    def _count_bytes(self, load: Load, chunk: Chunk, tier: str) -> None:
+    def _count_bytes(self, load: _Load, chunk: Chunk, tier: str) -> None:
         load.bytes_by_tier[tier] = load.bytes_by_tier.get(tier, 0) + self.rows.size(chunk)
 
-    def _fail(self, load: Load, reason: str, now: float) -> None:
+    def _fail(self, load: _Load, reason: str, now: float) -> None:
         load.failure = load.failure or reason
         load.open.clear()
         self._check(load, now)
 
-    def _check(self, load: Load, now: float) -> None:
+    def _check(self, load: _Load, now: float) -> None:
         """Report a load that has ended. Blocks that a copy may still write are never reported."""
         if load.open or load.num_copies or self._loads.get(load.request) is not load:
             return

@@ -2,7 +2,7 @@
 
 A writer fills a draft in the object's folder and renames it, which is atomic on local file systems
 and on NFS: a reader opens a whole object or none, and an open file stays readable while another
-process replaces or removes it. So engines share a folder without locks. `disk_space.py` has the
+process replaces or removes it. So engines share a folder without locks. `space.py` has the
 names of the files and the eviction.
 
 Nothing is flushed with fsync: an object that a power failure has torn is refused by its MAC.
@@ -36,7 +36,7 @@ from kvferry.tiers.base import (
     StoreResult,
     TierUsage,
 )
-from kvferry.tiers.disk_space import DiskSpace, DiskSweeper, draft_name
+from kvferry.tiers.disk.space import DiskSpace, DiskSweeper, draft_name
 from kvferry.tiers.envelope import HEADER_BYTES, Envelope
 from kvferry.tiers.files import OPEN_FLAGS, read_regular_file
 from kvferry.tiers.keys import NAMESPACE_FILE, Namespace

@@ -10,13 +10,8 @@ from pathlib import Path
 
 from kvferry.tiers.base import ObjectKey, ObjectKeys
 from kvferry.tiers.keys import Namespace
-from kvferry.tiers.pool_segment import (
-    Header,
-    SegmentTable,
-    is_locked,
-    open_for_reading,
-    segment_paths,
-)
+from kvferry.tiers.pool.segment import Header, SegmentTable
+from kvferry.tiers.pool.segment_files import is_locked, open_for_reading, segment_paths
 
 LISTING_INTERVAL_S = 0.5
 """How often a reader looks for new segments."""

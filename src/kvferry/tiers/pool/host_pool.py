@@ -1,6 +1,6 @@
 """The host pool: rows of KV in host memory that all engines of the user on this host share.
 
-Each rank of an engine has one `HostPool`: it owns one segment (`pool_segment.py`), decides what is
+Each rank of an engine has one `HostPool`: it owns one segment (`segment.py`), decides what is
 stored and evicted there, and finds rows in the segments of other engines. The segment stays when
 the engine ends or is killed; the next engine with the same namespace and sizes adopts it, with all
 rows that were complete.
@@ -29,20 +29,16 @@ from kvferry.errors import ConfigError, LocalProtocolError
 from kvferry.host_memory import available_bytes, check_fits
 from kvferry.tiers.base import ObjectKey, TierUsage
 from kvferry.tiers.keys import Namespace
-from kvferry.tiers.policies import EvictionPolicy
-from kvferry.tiers.pool_reader import PoolReader, StoredRow
-from kvferry.tiers.pool_segment import (
-    READY,
+from kvferry.tiers.pool.policies import EvictionPolicy
+from kvferry.tiers.pool.reader import PoolReader, StoredRow
+from kvferry.tiers.pool.segment import READY, RowState, SegmentLayout, SegmentTable, private_segment
+from kvferry.tiers.pool.segment_files import (
     OwnedSegment,
-    RowState,
     SegmentFile,
-    SegmentLayout,
-    SegmentTable,
     adopt_segment,
     create_segment,
     iter_orphans,
     prepare_folder,
-    private_segment,
     read_header,
     remove_orphan,
     remove_unfinished,
