@@ -24,7 +24,8 @@ from tests.protocol.test_consumer import (
 from kvferry.errors import LocalProtocolError, RemoteProtocolError
 from kvferry.events import HandshakeFailed, TransferAbandoned, TransferFailed, TransferFinished
 from kvferry.protocol.actions import PlaceBlocks
-from kvferry.protocol.consumer.consumer import Consumer, receiving
+from kvferry.protocol.consumer import receiving
+from kvferry.protocol.consumer.consumer import Consumer
 from kvferry.protocol.messages import Attach, Confirmed, Detach, Heartbeat, HeartbeatReply, Refused
 from kvferry.protocol.planning.plan import BlockPermutation
 from kvferry.types import RequestId

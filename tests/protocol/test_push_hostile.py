@@ -21,8 +21,8 @@ from tests.protocol.test_producer_push import (
 from tests.protocol.test_push_matcher import answers
 
 from kvferry.protocol.messages import PushCancel, PushOffer, PushRegistration, Refused
+from kvferry.protocol.producer import push_matcher as push_desk
 from kvferry.protocol.producer.producer import Producer
-from kvferry.protocol.producer.producer import push_matcher as push_desk
 from kvferry.protocol.producer.push import ProducerSettings
 from kvferry.protocol.producer.push_matcher import PushMatcher
 from kvferry.types import EngineId, Epoch, RequestId, Route

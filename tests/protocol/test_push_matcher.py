@@ -13,9 +13,9 @@ from kvferry.protocol.messages import (
     PushWithdrawal,
     Refused,
 )
+from kvferry.protocol.producer import matching
+from kvferry.protocol.producer import push_matcher as push_desk
 from kvferry.protocol.producer.matching import MatchKey
-from kvferry.protocol.producer.producer import matching
-from kvferry.protocol.producer.producer import push_matcher as push_desk
 from kvferry.protocol.producer.push_matcher import (
     MatcherReply,
     MatcherResult,

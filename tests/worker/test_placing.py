@@ -9,7 +9,7 @@ import pytest
 from tests.worker.world import BLOCK_BYTES, LAYERS, World
 
 from kvferry.events import TransferAbandoned, TransferFailed
-from kvferry.protocol.consumer.consumer import receiving
+from kvferry.protocol.consumer import receiving
 from kvferry.protocol.planning.plan import BlockPermutation
 from kvferry.transports.host_buffer import store as block_store
 from kvferry.types import RequestId

@@ -26,6 +26,7 @@ from kvferry.events import (
 from kvferry.protocol import messages as codec
 from kvferry.protocol.consumer.consumer import Consumer
 from kvferry.protocol.consumer.context import ConsumerSettings
+from kvferry.protocol.consumer.transfer import Destination, PushInfo
 from kvferry.protocol.messages import PushOffer, ToConsumer, ToProducer
 from kvferry.protocol.outbox import Outbox
 from kvferry.protocol.peers import UNKNOWN_EPOCH
