@@ -135,7 +135,7 @@ screenshots: $(STAMP) setup-browser  ## take the pictures in docs/images from re
 	$(BIN)/python -m tests.dashboard
 
 soak: $(STAMP)  ## 100,000 transfers on each transport between two engines; checks that memory, files and threads stay flat (SOAK_FLAGS='--minutes 20')
-	$(BIN)/kvferry bench soak $(SOAK_FLAGS)
+	$(BIN)/python -m benchmarks soak $(SOAK_FLAGS)
 
 chaos: $(STAMP)  ## kills, pauses, cut cables and leaving clients at random, under load: SEED=, DURATION_S=, MODE=
 	$(BIN)/python -m tests.chaos --duration-s $(DURATION_S) $(if $(SEED),--seed $(SEED)) $(if $(MODE),--mode $(MODE))

@@ -134,7 +134,8 @@ def measure(modules: list[Module]) -> dict[str, int]:
     return {
         "package": sum(folders.values()),
         **dict(sorted(folders.items())),
-        "tests": sum(path.read_text().count("\n") for path in (ROOT / "tests").rglob("*.py")),
+        "benchmarks in the clone": _num_lines(ROOT / "benchmarks"),
+        "tests": _num_lines(ROOT / "tests"),
         "words of pages": _num_words(pages),
         "words of decisions": _num_words(decisions.glob("*.md")),
         "files over 500 lines": sum(module.num_lines > LONG_FILE_LINES for module in modules),
@@ -143,6 +144,10 @@ def measure(modules: list[Module]) -> dict[str, int]:
         ),
         "circles": len(find_circles(modules)),
     }
+
+
+def _num_lines(folder: Path) -> int:
+    return sum(path.read_text().count("\n") for path in folder.rglob("*.py"))
 
 
 def _num_words(paths: Iterable[Path]) -> int:

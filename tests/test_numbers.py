@@ -69,7 +69,7 @@ HOSTILE_VALUES: tuple[object, ...] = (
 KINDS = (Port, Count, Natural, Seconds, Timeout, Share, Number)
 PARSERS = [
     *(main.make_parser(name) for name in main.COMMANDS),
-    *(bench.make_parser(name) for name in bench.BENCHMARKS),
+    *(bench.BENCHMARKS.make_parser(name) for name in bench.BENCHMARKS.entries),
 ]
 NUMERIC = [
     pytest.param(parser, action, id=f"{parser.prog} {action.option_strings[0]}")

@@ -5,13 +5,12 @@ import subprocess
 import sys
 
 import pytest
-
-from kvferry.bench.decode import make_row
+from benchmarks.decode import make_row
 
 
 @pytest.mark.slow
 def test_every_context_and_batch_has_a_row() -> None:
-    command = [sys.executable, "-m", "kvferry", "bench", "decode", "--json"]
+    command = [sys.executable, "-m", "benchmarks", "decode", "--json"]
     ran = subprocess.run(
         [*command, "--context", "40,3000", "--batch", "1,3", "--output-tokens", "6"],
         capture_output=True,
@@ -34,7 +33,7 @@ def test_only_gaps_while_all_requests_decode_are_counted() -> None:
 
 
 def test_a_wrong_number_is_named() -> None:
-    command = [sys.executable, "-m", "kvferry", "bench", "decode", "--batch", "0"]
+    command = [sys.executable, "-m", "benchmarks", "decode", "--batch", "0"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 2
     assert "--batch" in ran.stderr

@@ -10,8 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-
-from kvferry.bench.decode_interference import (
+from benchmarks.decode_interference import (
     HEADROOM_TOKENS,
     BackgroundReader,
     DecodeStream,
@@ -19,13 +18,14 @@ from kvferry.bench.decode_interference import (
     StepTimes,
     make_rows,
 )
+
 from kvferry.bench.transfer.memory import HostAllocator
 from kvferry.bench.transfer.moves import Blocks, Pattern, plan_move
 from kvferry.bench.transfer.processes import Shape, start_producer
 from kvferry.engine.make_model.writer import make_model
 from kvferry.errors import KVFerryError
 
-COMMAND = [sys.executable, "-m", "kvferry", "bench", "decode-interference"]
+COMMAND = [sys.executable, "-m", "benchmarks", "decode-interference"]
 
 
 def test_rows_compare_every_pace_with_decoding_alone() -> None:

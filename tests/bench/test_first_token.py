@@ -7,8 +7,7 @@ import subprocess
 import sys
 
 import pytest
-
-from kvferry.bench.first_token import LENGTHS, Sample, make_rows
+from benchmarks.first_token import LENGTHS, Sample, make_rows
 
 
 def test_a_row_sums_up_one_length_beside_the_usual_path() -> None:
@@ -26,7 +25,7 @@ def test_a_row_sums_up_one_length_beside_the_usual_path() -> None:
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_it_runs_and_compares_the_tokens_of_both_routers() -> None:
-    command = [sys.executable, "-m", "kvferry", "bench", "first-token", "--samples", "1", "--json"]
+    command = [sys.executable, "-m", "benchmarks", "first-token", "--samples", "1", "--json"]
     ran = subprocess.run(command, capture_output=True, text=True)
     assert ran.stdout, ran.stderr
     assert len(json.loads(ran.stdout)["rows"]) == 2 * len(LENGTHS)

@@ -7,8 +7,7 @@ import subprocess
 import sys
 
 import pytest
-
-from kvferry.bench.handover import CHUNK_TOKENS, HandoverSamples, Mode, Moved, make_rows
+from benchmarks.handover import CHUNK_TOKENS, HandoverSamples, Mode, Moved, make_rows
 
 TOKEN_BYTES = 4 * 2 * 2 * 64 * 4
 """KV bytes per token: 4 layers, 2 heads, K and V, 64 floats of 4 bytes each."""
@@ -27,8 +26,7 @@ def test_while_p_computes_all_but_the_last_chunk_moves(transport: str, prompt_to
     command = [
         sys.executable,
         "-m",
-        "kvferry",
-        "bench",
+        "benchmarks",
         "handover",
         "--json",
         "--transport",

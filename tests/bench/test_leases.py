@@ -8,8 +8,7 @@ import sys
 from typing import Any
 
 import pytest
-
-from kvferry.bench.leases import judge_rows
+from benchmarks.leases import judge_rows
 
 
 def row(
@@ -76,8 +75,7 @@ def test_leases_are_renewed_beyond_their_time_by_real_heartbeats() -> None:
     command = [
         sys.executable,
         "-m",
-        "kvferry",
-        "bench",
+        "benchmarks",
         "leases",
         "--json",
         "--transports",

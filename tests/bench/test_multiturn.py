@@ -9,8 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-
-from kvferry.bench.multiturn import Arrangement, Lengths, PrefillCounts, TurnSample, make_rows
+from benchmarks.multiturn import Arrangement, Lengths, PrefillCounts, TurnSample, make_rows
 
 CACHED, UNCACHED = Arrangement(2, prefix_caching=True), Arrangement(1, prefix_caching=False)
 BLOCK = 16
@@ -24,8 +23,7 @@ def test_with_reuse_p_computes_what_is_new_and_fetches_the_rest() -> None:
     command = [
         sys.executable,
         "-m",
-        "kvferry",
-        "bench",
+        "benchmarks",
         "multiturn",
         "--json",
         "--conversations",

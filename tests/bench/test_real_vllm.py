@@ -8,12 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
+from benchmarks.__main__ import TABLE
 from tests.e2e.harness import GIVEN
 from tests.vllm.fleet import PYTHON, VLLM
 
 from kvferry.bench.vllm import servers as vllm_servers
+from kvferry.cli.bench import BENCHMARKS
 from kvferry.cli.cluster.processes import ChildProcess, spawn_process
-from kvferry.cli.main import main
+from kvferry.cli.main import exit_code
 
 pytestmark = [
     pytest.mark.vllm,
@@ -26,7 +28,7 @@ Bench = Callable[..., Any]
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Bench:
-    """Runs `kvferry bench`. Servers whose names do not start with an entry of `anew` come from the
+    """Runs a benchmark. Servers whose names do not start with an entry of `anew` come from the
     forkserver, which has already imported vLLM.
     """
     if not PYTHON.exists():
@@ -38,16 +40,21 @@ def bench(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) ->
     ]:
         monkeypatch.delenv(name)
 
-    def run(*arguments: str, anew: tuple[str, ...] = ()) -> Any:
+    def run(name: str, *arguments: str, anew: tuple[str, ...] = ()) -> Any:
         def child(
-            name: str, command: Sequence[str], environment: Mapping[str, str]
+            server: str, command: Sequence[str], environment: Mapping[str, str]
         ) -> ChildProcess:
             return ChildProcess(
-                name, command, environment, spawn_process if name.startswith(anew) else VLLM.start
+                server,
+                command,
+                environment,
+                spawn_process if server.startswith(anew) else VLLM.start,
             )
 
         monkeypatch.setattr(vllm_servers, "ChildProcess", child)
-        code = main(["bench", *arguments, "--json", "--vllm-python", str(PYTHON)])
+        table = BENCHMARKS if name in BENCHMARKS.entries else TABLE
+        rest = [*arguments, "--json", "--vllm-python", str(PYTHON)]
+        code = exit_code(lambda: table.run(name, rest))
         said = capfd.readouterr()
         assert code == 0, said.err
         # Standard output holds the result and nothing else.

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
+from benchmarks.soak import ABORTED_OUTCOMES, SoakOutcome, SoakResult, SoakTally
 
 from kvferry.bench.figures import Verdict
 from kvferry.bench.process_usage import cpu_seconds, parse_device_bytes, process_tree, read_usage
-from kvferry.bench.soak import ABORTED_OUTCOMES, SoakOutcome, SoakResult, SoakTally
 from kvferry.errors import KVFerryError
 
 TRANSFERS = {"shm": 600, "nixl": 300, "tcp": 300}
@@ -25,7 +25,7 @@ def soaks() -> Iterator[dict[str, "subprocess.Popen[str]"]]:
     """Runs the soaks of all transports in parallel: most of the time a soak waits for abandoned
     leases to expire.
     """
-    command = [sys.executable, "-m", "kvferry", "bench", "soak", "--json", "--abort-share", "0.1"]
+    command = [sys.executable, "-m", "benchmarks", "soak", "--json", "--abort-share", "0.1"]
     pipe = subprocess.PIPE
     with ExitStack() as stack:
         started = {}

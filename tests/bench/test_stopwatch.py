@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from kvferry.vllm import stopwatch
+from benchmarks import vllm_stopwatch as stopwatch
 
 
 class Role(Enum):

@@ -4,9 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-
-from kvferry.bench.vllm.servers import OURS, ROLES, STOCK
-from kvferry.bench.vllm.steps import (
+from benchmarks.vllm_steps import (
     SideTotals,
     Totals,
     make_handover,
@@ -14,6 +12,8 @@ from kvferry.bench.vllm.steps import (
     read_totals,
     subtract,
 )
+
+from kvferry.bench.vllm.servers import OURS, ROLES, STOCK
 from kvferry.errors import KVFerryError
 
 STEP = {"scheduler": "build_connector_meta", "worker": "get_transfer_results"}

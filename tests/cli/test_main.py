@@ -148,16 +148,22 @@ def test_every_command_has_help_with_examples(
             "kvferry: --jsn is not an argument of `kvferry doctor`; did you mean --json?",
         ),
         (
-            ["bench", "vllm-step"],
-            "kvferry: vllm-step is not a benchmark of kvferry; did you mean vllm-steps?",
+            ["bench", "vllm-handovr"],
+            "kvferry: vllm-handovr is not a benchmark of kvferry; did you mean vllm-handover?",
         ),
         (
-            ["bench", "vllm-steps", "--jsn"],
-            "kvferry: --jsn is not an argument of `kvferry bench vllm-steps`; did you mean --json?",
+            ["bench", "soak", "--json"],
+            "kvferry: soak is not among the benchmarks that are installed; in a clone of kvferry's "
+            "repository, run `python -m benchmarks soak`",
         ),
         (
-            ["bench", "vllm-steps", "--requests", "0"],
-            "kvferry: --requests must be a whole number from 1 to 99999, got 0",
+            ["bench", "vllm-handover", "--jsn"],
+            "kvferry: --jsn is not an argument of `kvferry bench vllm-handover`; did you mean "
+            "--json?",
+        ),
+        (
+            ["bench", "vllm-handover", "--samples", "0"],
+            "kvferry: --samples must be a whole number from 1 to 99999, got 0",
         ),
         (
             ["bench", "vllm-handover", "--prompt-tokens", "128,x"],

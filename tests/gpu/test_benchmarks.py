@@ -43,8 +43,7 @@ def test_a_decode_stream_goes_on_beside_transfers(transport: str) -> None:
     command = [
         sys.executable,
         "-m",
-        "kvferry",
-        "bench",
+        "benchmarks",
         "decode-interference",
         "--device",
         "cuda",

@@ -8,8 +8,7 @@ import sys
 
 import pytest
 import torch
-
-from kvferry.bench.soak import ABORTED_OUTCOMES
+from benchmarks.soak import ABORTED_OUTCOMES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,8 +21,7 @@ def test_many_transfers_leave_nothing_behind(transport: str) -> None:
     command = [
         sys.executable,
         "-m",
-        "kvferry",
-        "bench",
+        "benchmarks",
         "soak",
         "--json",
         "--device",
@@ -47,8 +45,8 @@ def test_many_transfers_leave_nothing_behind(transport: str) -> None:
     )
     assert run["moved"][transport] >= run["transfers"] >= 600
     assert set(run["aborted"]) == set(ABORTED_OUTCOMES), "each kind of end was met"
-    # A run this short is all warm-up. Use `kvferry bench soak --transfers 10000` to measure how
-    # memory grows.
+    # A run this short is all warm-up. Use `python -m benchmarks soak --transfers 10000` to measure
+    # how memory grows.
     assert set(run["verdicts"]) == {"driver", "prefill", "decode", "gpu"}
     for name in ("prefill", "decode"):
         assert all(sample["torch_bytes"] > 0 for sample in run["samples"][name])

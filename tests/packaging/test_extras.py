@@ -77,7 +77,7 @@ def test_the_check_knows_the_packages_of_every_extra() -> None:
 
 def test_commands_and_benchmarks_name_extras_that_exist() -> None:
     named = {entry.extra for entry in COMMANDS.values()}
-    named |= {entry.extra for entry in BENCHMARKS.values()}
+    named |= {entry.extra for entry in BENCHMARKS.entries.values()}
     # Settings, not commands, need the extras of tiers and of tracing.
     assert named == {None, *EXTRAS} - {"object", "mooncake", "tracing"}
 
@@ -179,7 +179,7 @@ def test_the_connector_and_all_commands_import_without_any_extra() -> None:
         "kvferry.transports.cuda_ipc.transport",
         "kvferry.transports.nixl.bounce.transport",
     ]
-    benchmarks = [entry.module for entry in BENCHMARKS.values() if entry.extra is None]
+    benchmarks = [entry.module for entry in BENCHMARKS.entries.values() if entry.extra is None]
     commands = [entry.module for entry in COMMANDS.values()]
     done = import_without_extras(*connector, *commands, *benchmarks)
     assert (done.returncode, done.stderr) == (0, "")

@@ -7,6 +7,7 @@ nothing else; progress messages are written to standard error.
 
 import argparse
 import importlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -26,82 +27,6 @@ class BenchmarkEntry:
     """The extra whose packages the benchmark needs; None: the base install is enough."""
 
 
-BENCHMARKS = {
-    "decode": BenchmarkEntry(
-        "kvferry.bench.decode",
-        "time per output token of the embedded engine by context length and batch size",
-        extra="engine",
-    ),
-    "decode-interference": BenchmarkEntry(
-        "kvferry.bench.decode_interference",
-        "time of a decode step of the embedded engine, with and without KV arriving",
-        extra="engine",
-    ),
-    "first-token": BenchmarkEntry(
-        "kvferry.bench.first_token",
-        "time to the first token through the router, from D and from P",
-        extra="all",
-    ),
-    "handover": BenchmarkEntry(
-        "kvferry.bench.handover",
-        "time from P's last token to D's first: pull, push, and push while P still computes",
-        extra="engine",
-    ),
-    "leases": BenchmarkEntry(
-        "kvferry.bench.leases",
-        "cost of 10, 1,000 and 10,000 live leases per engine step and in an idle process",
-    ),
-    "multiturn": BenchmarkEntry(
-        "kvferry.bench.multiturn",
-        "time to the first token of each turn of a conversation, with and without D's blocks of "
-        "earlier turns",
-        extra="all",
-    ),
-    "router": BenchmarkEntry(
-        "kvferry.bench.router.command",
-        "cost of the router with stub engines, beside no router, vLLM's toy proxy and vllm-router",
-        extra="router",
-    ),
-    "soak": BenchmarkEntry(
-        "kvferry.bench.soak",
-        "many transfers between two embedded engines: do memory, files and threads stay flat?",
-        extra="engine",
-    ),
-    "tiers": BenchmarkEntry(
-        "kvferry.bench.tiers.command",
-        "speed of the storage tiers beside memcpy, plain I/O and computing; cost per engine step",
-    ),
-    "transfer": BenchmarkEntry(
-        "kvferry.bench.transfer.command",
-        "speed of KV between two processes on every transport, beside memcpy and raw NIXL",
-    ),
-    "vllm-handover": BenchmarkEntry(
-        "kvferry.bench.vllm.handover",
-        "time from P's answer to D's first token in real vLLM, beside vLLM's own NixlConnector",
-        extra="engine",
-    ),
-    "vllm-steps": BenchmarkEntry(
-        "kvferry.bench.vllm.steps",
-        "time per engine step spent in the connector in real vLLM, beside vLLM's own NixlConnector",
-        extra="engine",
-    ),
-}
-
-WIDTH = max(map(len, BENCHMARKS))
-DESCRIPTION = "\n".join(
-    [
-        "Run a benchmark on this machine. Benchmarks:",
-        "",
-        *(f"  {name:<{WIDTH}}  {entry.summary}" for name, entry in BENCHMARKS.items()),
-    ]
-)
-EXAMPLES = """\
-  kvferry bench transfer --plot transfer.svg
-  kvferry bench vllm-handover
-  kvferry bench vllm-steps --json
-  kvferry bench vllm-handover --help"""
-
-
 class Benchmark(Protocol):
     """The contract of a benchmark module."""
 
@@ -111,6 +36,86 @@ class Benchmark(Protocol):
     def add_arguments(self, parser: Parser) -> None: ...
 
     def run(self, arguments: argparse.Namespace) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class BenchmarkTable:
+    """The benchmarks of one command."""
+
+    command: str
+    entries: Mapping[str, BenchmarkEntry]
+
+    def describe(self) -> str:
+        width = max(map(len, self.entries))
+        rows = (f"  {name:<{width}}  {entry.summary}" for name, entry in self.entries.items())
+        return "\n".join(["Run a benchmark on this machine. Benchmarks:", "", *rows])
+
+    def run(self, name: str, rest: Sequence[str]) -> int:
+        if name not in self.entries:
+            raise ConfigError(
+                f"{show_argument(name)} is not a benchmark of kvferry; "
+                f"{nearest(name, self.entries)}"
+            )
+        extra = self.entries[name].extra
+        if extra is not None:
+            check_extra(f"{self.command} {name}", extra)
+        arguments = self.make_parser(name).parse([dashed(argument) for argument in rest])
+        return self._module(name).run(arguments)
+
+    def make_parser(self, name: str) -> Parser:
+        """Return the parser of one benchmark."""
+        benchmark = self._module(name)
+        parser = Parser(f"{self.command} {name}", benchmark.DESCRIPTION, benchmark.EXAMPLES)
+        benchmark.add_arguments(parser)
+        return parser
+
+    def _module(self, name: str) -> Benchmark:
+        return cast(Benchmark, importlib.import_module(self.entries[name].module))
+
+
+BENCHMARKS = BenchmarkTable(
+    "kvferry bench",
+    {
+        "router": BenchmarkEntry(
+            "kvferry.bench.router.command",
+            "cost of the router with stub engines, beside no router, vLLM's toy proxy and "
+            "vllm-router",
+            extra="router",
+        ),
+        "tiers": BenchmarkEntry(
+            "kvferry.bench.tiers.command",
+            "speed of the storage tiers beside memcpy, plain I/O and computing; cost per engine "
+            "step",
+        ),
+        "transfer": BenchmarkEntry(
+            "kvferry.bench.transfer.command",
+            "speed of KV between two processes on every transport, beside memcpy and raw NIXL",
+        ),
+        "vllm-handover": BenchmarkEntry(
+            "kvferry.bench.vllm.handover",
+            "time from P's answer to D's first token in real vLLM, beside vLLM's own NixlConnector",
+            extra="engine",
+        ),
+    },
+)
+ONLY_IN_A_CLONE = (
+    "decode",
+    "decode-interference",
+    "first-token",
+    "handover",
+    "leases",
+    "multiturn",
+    "soak",
+    "vllm-steps",
+)
+"""Benchmarks of kvferry's parts, in the folder `benchmarks/` of the repository."""
+
+DESCRIPTION = BENCHMARKS.describe()
+EXAMPLES = """\
+  kvferry bench transfer --plot transfer.svg
+  kvferry bench vllm-handover
+  kvferry bench tiers --json
+  kvferry bench vllm-handover --help"""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -124,26 +129,10 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    name = arguments.benchmark
-    if name not in BENCHMARKS:
+    name: str = arguments.benchmark
+    if name in ONLY_IN_A_CLONE:
         raise ConfigError(
-            f"{show_argument(name)} is not a benchmark of kvferry; {nearest(name, BENCHMARKS)}"
+            f"{name} is not among the benchmarks that are installed; in a clone of kvferry's "
+            f"repository, run `python -m benchmarks {name}`"
         )
-    extra = BENCHMARKS[name].extra
-    if extra is not None:
-        check_extra(f"kvferry bench {name}", extra)
-    return _benchmark(name).run(
-        make_parser(name).parse([dashed(argument) for argument in arguments.rest])
-    )
-
-
-def make_parser(name: str) -> Parser:
-    """Return the parser of one benchmark."""
-    benchmark = _benchmark(name)
-    parser = Parser(f"kvferry bench {name}", benchmark.DESCRIPTION, benchmark.EXAMPLES)
-    benchmark.add_arguments(parser)
-    return parser
-
-
-def _benchmark(name: str) -> Benchmark:
-    return cast(Benchmark, importlib.import_module(BENCHMARKS[name].module))
+    return BENCHMARKS.run(name, arguments.rest)

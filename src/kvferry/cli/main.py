@@ -11,7 +11,7 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -96,12 +96,17 @@ class Command(Protocol):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code.
+    """Run the command line and return the exit code."""
+    return exit_code(lambda: _dispatch(list(sys.argv[1:] if argv is None else argv)))
+
+
+def exit_code(run: Callable[[], int]) -> int:
+    """Return the exit code of a command, and report its error in one sentence.
 
     The code is 0; 1 if something failed; 2 if a setting is wrong; 130 after Ctrl-C.
     """
     try:
-        return _dispatch(list(sys.argv[1:] if argv is None else argv))
+        return run()
     except ConfigError as error:
         return _report_error(error, EXIT_CONFIG)
     except KVFerryError as error:

@@ -1,4 +1,4 @@
-"""`kvferry bench leases` measures what live leases cost an engine per step, and an idle process.
+"""`python -m benchmarks leases` measures what live leases cost per step, and an idle process.
 
 P and D are two processes with real connectors and transfer workers, ZeroMQ and a real data
 transport. P holds a number of leases; D tracks as many requests and renews the leases by heartbeat.
@@ -298,8 +298,8 @@ DESCRIPTION = (
     "or an idle process more than 1 % of a core."
 )
 EXAMPLES = """\
-  kvferry bench leases
-  kvferry bench leases --json --leases 10 10k --transports shm"""
+  python -m benchmarks leases
+  python -m benchmarks leases --json --leases 10 10k --transports shm"""
 
 TRANSPORTS = ("shm", "nixl", "tcp")
 COUNTS = (10, 1_000, 10_000)

@@ -1,4 +1,4 @@
-"""`kvferry bench handover` measures the time from P's last token to D's first token.
+"""`python -m benchmarks handover` measures the time from P's last token to D's first token.
 
 The modes are pull, push, and push while P computes. Each mode has two embedded engines; all engines
 run at once and get requests in turn, so that other load on the machine affects all modes alike. The
@@ -217,8 +217,8 @@ DESCRIPTION = (
     "machine; and count the bytes left to move when the prompt was computed."
 )
 EXAMPLES = """\
-  kvferry bench handover
-  kvferry bench handover --json --samples 10 --prompt-tokens 4096"""
+  python -m benchmarks handover
+  python -m benchmarks handover --json --samples 10 --prompt-tokens 4096"""
 WARM_UPS = 2
 """The first warm-up request, a short one, gives each pair P's address for push tickets."""
 SEED = 1

@@ -1,7 +1,7 @@
 """Compare NIXL's POSIX and OBJ plugins with what the disk and object tiers use.
 
-    python scripts/measure_tier_io.py disk /folder/on/the/disk
-    python scripts/measure_tier_io.py object
+    python benchmarks/measure_tier_io.py disk /folder/on/the/disk
+    python benchmarks/measure_tier_io.py object
 
 Prints a table of MB/s, the median of nine rounds. In each round the contestants take turns. A disk
 contestant opens, writes and closes one file for each object, with direct I/O; the reads follow

@@ -1,6 +1,6 @@
 """Compare the time to the first token by pull and by push, in real vLLM on one GPU.
 
-    python scripts/measure_gpu_push.py --lengths 8000 32000 --samples 5
+    python benchmarks/measure_gpu_push.py --lengths 8000 32000 --samples 5
 
 A P and a D with `NixlConnector` and a P and a D with `NixlPushConnector`, each pair behind a
 kvferry router. Requests go to the pairs in turn. Beside the time to the first token through the

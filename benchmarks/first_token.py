@@ -1,4 +1,4 @@
-"""`kvferry bench first-token` measures what it gains to send the client P's token.
+"""`python -m benchmarks first-token` measures what it gains to send the client P's token.
 
 One prefill engine and one decode engine, embedded or real vLLM, stand behind two routers that
 differ only in `--first-token-from-prefill`. The routers get the same prompts in turn, in a random
@@ -47,8 +47,8 @@ DESCRIPTION = (
     "(--first-token-from-prefill),\nwith the same engines and the same prompts in turn."
 )
 EXAMPLES = """\
-  kvferry bench first-token
-  kvferry bench first-token --engine vllm --samples 20 --json"""
+  python -m benchmarks first-token
+  python -m benchmarks first-token --engine vllm --samples 20 --json"""
 SEED = 1
 ANSWER_TOKENS = 8
 WARM_UPS = 3

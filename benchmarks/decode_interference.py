@@ -1,4 +1,4 @@
-"""`kvferry bench decode-interference` measures decode steps while KV arrives in the same process.
+"""`python -m benchmarks decode-interference` measures decode steps while KV arrives.
 
 The embedded engine's runner decodes in the main thread; a second thread reads 64 MiB at a time from
 another process, as a transfer worker does. All paces alternate within one run, so that other load
@@ -249,9 +249,9 @@ DESCRIPTION = (
     "median and the 99th percentile of a step, and their ratios."
 )
 EXAMPLES = """\
-  kvferry bench decode-interference
-  kvferry bench decode-interference --device cuda --json
-  kvferry bench decode-interference --device cuda --transport nixl"""
+  python -m benchmarks decode-interference
+  python -m benchmarks decode-interference --device cuda --json
+  python -m benchmarks decode-interference --device cuda --transport nixl"""
 
 MIB = 1024 * 1024
 MOVED_MIB, SPREAD, REGIONS = 64, 4, 8

@@ -1,6 +1,6 @@
 """Measures what `OffloadingConnector` costs the engine's thread, with a host pool of 10,000 rows.
 
-    python scripts/measure_offload_scheduler.py
+    python benchmarks/measure_offload_scheduler.py
 
 Prints medians of the thread's CPU time in microseconds: the message of a step with 64 running
 requests, without and with a prefill of 2,048 tokens that has just been computed; how long pickling
@@ -67,6 +67,7 @@ class Slice:
     request_id: str
     start: int
     table: list[int]
+    num_tokens: int = 1
 
     @property
     def block_ids(self) -> tuple[tuple[int, ...], ...]:

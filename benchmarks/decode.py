@@ -1,4 +1,4 @@
-"""`kvferry bench decode` measures the time per output token, by context length and batch size.
+"""`python -m benchmarks decode` measures the time per output token by context length and batch.
 
 One embedded engine with `DecodeBenchConnector` gets each prompt's KV made up, so that a context of
 any length costs no prefill, and only decoding is measured. The benchmark works below HTTP: requests
@@ -34,9 +34,9 @@ DESCRIPTION = (
     "DecodeBenchConnector, so nothing is prefilled and the tokens mean nothing."
 )
 EXAMPLES = """\
-  kvferry bench decode
-  kvferry bench decode --json --context 1024,16384 --batch 1,8 --output-tokens 64
-  kvferry bench decode --model /models/Qwen3-0.6B --device cuda"""
+  python -m benchmarks decode
+  python -m benchmarks decode --json --context 1024,16384 --batch 1,8 --output-tokens 64
+  python -m benchmarks decode --model /models/Qwen3-0.6B --device cuda"""
 BLOCK_SIZE = 16
 WARM_UP_TOKENS = 4
 REQUEST_S = 600.0

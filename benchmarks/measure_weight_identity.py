@@ -1,7 +1,7 @@
 """What the identity of weights costs: hashing files, and the checksums of weights in memory.
 
-    .venv-vllm/bin/python scripts/measure_weight_identity.py
-    python scripts/measure_weight_identity.py --device cuda --gigabytes 16
+    .venv-vllm/bin/python benchmarks/measure_weight_identity.py
+    python benchmarks/measure_weight_identity.py --device cuda --gigabytes 16
 
 The interpreter needs vLLM; files are in the page cache. Prints median seconds per GB (10^9 bytes).
 """

@@ -1,9 +1,9 @@
 """Compare the time to the first token of prompts whose KV is in host memory, in real vLLM:
 kvferry's OffloadingConnector, vLLM's own, LMCache, and a server without a connector.
 
-    python scripts/measure_vllm_tiers.py --device cuda --lengths 4000 32000
-    python scripts/measure_vllm_tiers.py --only 'no connector' kvferry LMCache
-    python scripts/measure_vllm_tiers.py --also 'no stores={"kv_connector": …}'
+    python benchmarks/measure_vllm_tiers.py --device cuda --lengths 4000 32000
+    python benchmarks/measure_vllm_tiers.py --only 'no connector' kvferry LMCache
+    python benchmarks/measure_vllm_tiers.py --also 'no stores={"kv_connector": …}'
 
 Run it with the Python of vLLM's environment. LMCache takes part if it is installed there and is
 named with --only. vLLM's own connector needs a GPU.

@@ -1,4 +1,4 @@
-"""`kvferry bench soak` runs many transfers between two embedded engines and checks for leaks.
+"""`python -m benchmarks soak` runs many transfers between two engines and checks for leaks.
 
 The benchmark checks that memory (also of a GPU), open files and threads stay flat, that every token
 is right, and that all blocks are free at the end. Two engine cores run in their own processes, with
@@ -274,9 +274,9 @@ DESCRIPTION = (
     "at the end. The exit code is 1 if not."
 )
 EXAMPLES = """\
-  kvferry bench soak
-  kvferry bench soak --transfers 2000 --transports shm --json
-  kvferry bench soak --device cuda --transports cuda_ipc --transfers 10000 --longest 600"""
+  python -m benchmarks soak
+  python -m benchmarks soak --transfers 2000 --transports shm --json
+  python -m benchmarks soak --device cuda --transports cuda_ipc --transfers 10000 --longest 600"""
 
 TRANSPORTS = {"cpu": ("shm", "nixl", "tcp"), "cuda": ("cuda_ipc", "nixl")}
 """The transports to run, by kind of device."""

@@ -2,7 +2,7 @@
 segments read directly and through bounce buffers of several sizes, and one contiguous segment of
 the same bytes, in turn, between two processes.
 
-    python scripts/measure_bounce.py [--device cuda] [--mib 256] [--segments 4 16 64]
+    python benchmarks/measure_bounce.py [--device cuda] [--mib 256] [--segments 4 16 64]
                                      [--buffers 64/4 256/32] [--rounds 9] [--json]
 
 A bounce buffer is given as its MiB / the MiB of a chunk. The script prints the median of each way,

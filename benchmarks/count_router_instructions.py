@@ -1,6 +1,6 @@
 """Count the instructions that a router executes per request, in one or more checkouts.
 
-    python scripts/count_router_instructions.py ../before . --requests 300
+    python benchmarks/count_router_instructions.py ../before . --requests 300
 
 A noisy machine cannot show a difference of 5 % in requests per second. The number of instructions,
 counted by valgrind (Debian, Ubuntu: apt install valgrind), differs by 0.1 % between two runs with

@@ -1,4 +1,4 @@
-"""`kvferry bench multiturn` measures the time to the first token of each turn of a conversation.
+"""`python -m benchmarks multiturn` measures the time to the first token of each turn.
 
 Two fleets of embedded engines run side by side, each with prefill engines, a decode engine and a
 router as processes. The fleets differ only in `bidirectional_kv_xfer`, that is, in whether P reuses
@@ -290,8 +290,8 @@ DESCRIPTION = (
     "and count the tokens that the prefill engines computed and fetched for it."
 )
 EXAMPLES = """\
-  kvferry bench multiturn
-  kvferry bench multiturn --json --conversations 10 --first-tokens 4096"""
+  python -m benchmarks multiturn
+  python -m benchmarks multiturn --json --conversations 10 --first-tokens 4096"""
 ARRANGEMENTS = (Arrangement(2, prefix_caching=True), Arrangement(1, prefix_caching=False))
 SEED = 1
 VOCABULARY = range(10, 500)

@@ -1,9 +1,9 @@
-"""Wraps any vLLM connector and times every method the engine calls. Used by `kvferry bench
+"""Wraps any vLLM connector and times every method the engine calls. Used by `python -m benchmarks
 vllm-steps`.
 
-    "kv_connector_module_path": "kvferry.vllm.stopwatch"   keep the connector's name: vLLM reads it
-    KVFERRY_STOPWATCH_WRAPS=package.module:ClassName       the class to time
-    KVFERRY_STOPWATCH_DIRECTORY=/some/where                one JSON file per role and process
+    "kv_connector_module_path": "benchmarks.vllm_stopwatch"   keep the name: vLLM reads it
+    KVFERRY_STOPWATCH_WRAPS=package.module:ClassName          the class to time
+    KVFERRY_STOPWATCH_DIRECTORY=/some/where                   one JSON file per role and process
 
 The timed class is a subclass, so class methods, interfaces and statistics are the connector's own.
 Only calls on the thread that built the connector (the engine's thread) are counted, and of nested

@@ -1,12 +1,13 @@
-"""`kvferry bench vllm-steps` measures the time of vLLM's main threads in the connector, per step.
+"""`python -m benchmarks vllm-steps` measures the time of vLLM's main threads in the connector.
 
 Two pairs of servers, one after the other, get the same load: concurrent requests through P and D,
-then leases whose blocks no D reads for a while. `kvferry.vllm.stopwatch` times every call from the
-engine and writes totals to files; the benchmark reads the files before and after each part.
+then leases whose blocks no D reads for a while. `benchmarks.vllm_stopwatch` times every call from
+the engine and writes totals to files; the benchmark reads the files before and after each part.
 """
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,9 +41,10 @@ DESCRIPTION = (
     "for kvferry's connector and vLLM's own under the same load in one run."
 )
 EXAMPLES = """\
-  kvferry bench vllm-steps
-  kvferry bench vllm-steps --json --requests 200 --concurrency 16"""
+  python -m benchmarks vllm-steps
+  python -m benchmarks vllm-steps --json --requests 200 --concurrency 16"""
 
+ROOT = Path(__file__).parents[1]
 WRAPPED = {
     OURS: "kvferry.vllm.connector:NixlConnector",
     STOCK: "vllm.distributed.kv_transfer.kv_connector.v1.nixl:NixlConnector",
@@ -264,12 +266,14 @@ def _settings(connector: str, python: Path, model: Path, directory: Path) -> Pai
         environments[role] = {
             "KVFERRY_STOPWATCH_WRAPS": WRAPPED[connector],
             "KVFERRY_STOPWATCH_DIRECTORY": str(directory / role),
+            # The servers import the stopwatch from this clone.
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         }
     return PairSettings(
         connector,
         python,
         model,
-        {"kv_connector_module_path": "kvferry.vllm.stopwatch"},
+        {"kv_connector_module_path": "benchmarks.vllm_stopwatch"},
         environments,
     )
 

@@ -1,6 +1,6 @@
 """Measure the copies between a GPU's cache and pinned rows against plain pinned copies:
 
-    python scripts/measure_gpu_rows.py
+    python benchmarks/measure_gpu_rows.py
 
 For each size of a block in one layer: 32 layers, rows of one block, 512 MiB in all, random blocks.
 Bandwidths are medians of rounds taken in turns.

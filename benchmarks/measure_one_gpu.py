@@ -1,7 +1,7 @@
 """What staging could reach on one GPU at best, for docs/decisions/037-bounce-buffers.md: nothing of
 kvferry or NIXL is in it.
 
-    python scripts/measure_one_gpu.py [--mib 1024] [--json]
+    python benchmarks/measure_one_gpu.py [--mib 1024] [--json]
 
 copies   a GiB of scattered segments gathered, copied and scattered again, chunk by chunk, in one
          process, replayed as one CUDA graph: no messages, no launches by a processor, nobody else.

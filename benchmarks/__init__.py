@@ -1,0 +1,1 @@
+"""Benchmarks of kvferry's parts, for those who change them. Not installed: run them in a clone."""
