@@ -3,7 +3,6 @@
 Any thread may call; the native copy runs without the GIL. See `transports.base.RowCopier`.
 """
 
-import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -13,8 +12,9 @@ import numpy as np
 from kvferry.errors import LocalProtocolError
 from kvferry.transports.base import RowBlocks
 from kvferry.transports.copy.checksum import Checksums, row_checksums, segment_checksum
+from kvferry.transports.copy.gather import bytes_at
 from kvferry.transports.copy.native import native_or
-from kvferry.transports.copy.segments import MAX_ADDRESS, Bytes, Offsets
+from kvferry.transports.copy.segments import MAX_ADDRESS, Offsets
 from kvferry.types import MemoryKind, Region
 
 # -- segments of rows --
@@ -108,8 +108,8 @@ def copy_and_sum_by_numpy(
     ):
         # Another process may write to the source meanwhile: it is read once, into a buffer that
         # only this call sees.
-        copied = _memory(source, size).copy()
-        _memory(target, size)[:] = copied
+        copied = bytes_at(source, size).copy()
+        bytes_at(target, size)[:] = copied
         sums[n] = segment_checksum(copied)
 
 
@@ -154,7 +154,3 @@ class CpuRowCopier:
             sums[order] = sorted_sums
         checksums: list[int] = row_checksums(sums, segments.sizes, segments.ends).tolist()
         return checksums
-
-
-def _memory(address: int, size_bytes: int) -> Bytes:
-    return np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(address))
