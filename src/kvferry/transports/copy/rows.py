@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
+import numpy.typing as npt
 
 from kvferry.errors import LocalProtocolError
 from kvferry.transports.base import RowBlocks
@@ -58,19 +59,24 @@ def regions_of(group: int, regions: Sequence[Region]) -> list[Region]:
     return found
 
 
+def check_block_ids(ids: npt.ArrayLike, regions: Sequence[Region]) -> None:
+    """LocalProtocolError unless every block exists in all regions of a group."""
+    ids, num_blocks = np.asarray(ids), min(region.num_blocks for region in regions)
+    if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < num_blocks:
+        raise LocalProtocolError(
+            f"blocks {ids.min()} to {ids.max()} of KV-cache group {regions[0].group}, which has "
+            f"{num_blocks} blocks"
+        )
+
+
 def _segments_of_group(
     rows: Sequence[RowBlocks], regions: Sequence[Region]
 ) -> tuple[Offsets, Offsets, Offsets, Offsets]:
     """Return cache addresses, row addresses and sizes of all segments, and each row's number of
     segments. All rows have equally many blocks of one group.
     """
-    num_blocks = min(region.num_blocks for region in regions)
     ids = np.array([row.block_ids for row in rows], np.int64)[:, :, np.newaxis]
-    if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < num_blocks:
-        raise LocalProtocolError(
-            f"blocks {ids.min()} to {ids.max()} of KV-cache group {regions[0].group}, which has "
-            f"{num_blocks} blocks"
-        )
+    check_block_ids(ids, regions)
     sizes = np.array([region.block_bytes for region in regions], np.int64)
     block_bytes = int(sizes.sum())
     row_bytes = block_bytes * ids.shape[1]
