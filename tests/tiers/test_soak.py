@@ -24,6 +24,7 @@ from kvferry.tiers.pool.policies import ArcPolicy
 from kvferry.tiers.worker import OffloadWorker
 from kvferry.transports.copy.rows import CpuRowCopier
 from kvferry.types import Region
+from kvferry.worker.thread import WorkerThread
 
 BLOCK_BYTES, NUM_BLOCKS = 4096, 32
 NUM_ROWS = 64
@@ -52,7 +53,8 @@ class Rank:
         disk = DiskTier(self.disk, NAMESPACE, b"secret", DISK_BYTES)
         pool = HostPool.open(folder / "pool", NAMESPACE, BLOCK_BYTES, NUM_ROWS, ArcPolicy)
         jobs = OffloadJobs(pool, (BLOCK_BYTES,), ("disk",), DEADLINE_S)
-        self.worker = OffloadWorker(jobs, pool, {"disk": disk}, CpuRowCopier([region]), 2)
+        worker = OffloadWorker(jobs, pool, {"disk": disk}, CpuRowCopier([region]), 2)
+        self.worker = WorkerThread(worker)
         self.worker.start()
 
     def store(self, first: int, count: int) -> None:
@@ -107,7 +109,7 @@ def soak(folder: Path, count: int) -> None:
                 num_hits += rank.load(number)
             if first % (count // 20) < 8:
                 levels.append(rank.level())
-        usage = rank.worker.usage()
+        usage = rank.worker.snapshot().usage
     finally:
         rank.worker.close()
     assert num_loads == count

@@ -26,6 +26,7 @@ from kvferry.tiers.commands import (
     StoreChunks,
     StoresCopied,
     StoresEnded,
+    TiersCounted,
 )
 from kvferry.tiers.disk.tier import DiskTier
 from kvferry.tiers.jobs.contents import TierContents
@@ -36,6 +37,7 @@ from kvferry.tiers.pool.policies import LruPolicy
 from kvferry.tiers.worker import OffloadWorker
 from kvferry.transports.copy.rows import CpuRowCopier
 from kvferry.types import Region
+from kvferry.worker.thread import WorkerThread
 
 BLOCK_BYTES, NUM_BLOCKS = 512, 8
 DEADLINE_S = 60.0
@@ -77,7 +79,8 @@ class Rank:
         jobs = OffloadJobs(
             self.pool, (BLOCK_BYTES,), ("disk",), DEADLINE_S, contents=TierContents()
         )
-        self.worker = OffloadWorker(jobs, self.pool, {"disk": disk}, self.copier, 2)
+        worker = OffloadWorker(jobs, self.pool, {"disk": disk}, self.copier, 2)
+        self.worker = WorkerThread(worker)
         self.worker.start()
         self.events: list[OffloadEvent] = []
 
@@ -99,6 +102,10 @@ class Rank:
                 held = set() if event.is_cleared else held - {*event.removed.get(tier, ())}
                 held |= {*event.stored.get(tier, ())}
         return held
+
+    def counted(self, tier: str, name: str) -> float:
+        reports = [each.counts for each in self.events if isinstance(each, TiersCounted)]
+        return sum(counts.get(tier, {}).get(name, 0) for counts in reports)
 
     def ended(self) -> set[str]:
         return {
@@ -177,15 +184,15 @@ def test_objects_that_are_refused_together_are_one_line_in_the_log(
     numbers = (1, 2)
     chunks = tuple(chunk(number, number, "disk") for number in numbers)
     rank.submit(StoreChunks("a", chunks, 1))
-    rank.wait_for(lambda: rank.worker.usage().get("disk", TierUsage()).num_objects == 2)
+    rank.wait_for(lambda: rank.worker.snapshot().usage.get("disk", TierUsage()).num_objects == 2)
     for path in tmp_path.glob("*/*/*"):
         path.write_bytes(path.read_bytes()[:-1] + b"x")
     rank.submit(DropAll(), *(LoadChunks(str(each), (chunks[each - 1],)) for each in numbers))
     rank.wait_for(lambda: rank.ended() == {"1", "2"})
-    assert rank.worker.take_counts()["disk"]["refused"] == 2
+    assert rank.counted("disk", "refused") == 2
     repeats = RepeatFilter()
     shown = [record for record in caplog.records if repeats.filter(record)]
-    (line,) = [each.getMessage() for each in shown if each.name.endswith("trouble_log")]
+    (line,) = [each.getMessage() for each in shown if each.name.endswith("backoff")]
     assert "tier=disk" in line
     assert "is damaged" in line
 
@@ -222,10 +229,9 @@ def test_if_the_jobs_fail_no_end_is_reported_while_a_copy_reads_the_blocks(rank:
     rank.wait_for(lambda: rank.copier.num_saves_begun == 1)
     rank.submit(StoreChunks("b", (chunk(2, 2),), 2), EndStores("b"))
     time.sleep(0.05)
-    assert not rank.worker.take_events()
-    assert rank.worker.is_busy
+    assert not [each for each in rank.worker.take_events() if not isinstance(each, TiersCounted)]
+    assert rank.worker.snapshot().has_work
     rank.copier.saves.set()
     rank.wait_for(lambda: rank.ended() == {"a", "b"})
-    rank.worker.take_counts()
     # Otherwise the engine would run steps for ever.
-    rank.wait_for(lambda: not rank.worker.is_busy)
+    rank.wait_for(lambda: not rank.worker.snapshot().has_work)

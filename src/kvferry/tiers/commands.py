@@ -153,7 +153,14 @@ class ContentsChanged(msgspec.Struct, frozen=True):
     """Of everything that earlier reports named, the engine can use nothing any more."""
 
 
-OffloadEvent = LoadEnded | StoresEnded | StoresCopied | ContentsChanged
-
 TierCounts = dict[str, dict[str, float]]
-"""Counters by tier and name, since the last report."""
+"""Counters by tier and name."""
+
+
+class TiersCounted(msgspec.Struct, frozen=True):
+    """What has been counted since the last report. No request waits for it."""
+
+    counts: TierCounts
+
+
+OffloadEvent = LoadEnded | StoresEnded | StoresCopied | ContentsChanged | TiersCounted

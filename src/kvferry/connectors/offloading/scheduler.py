@@ -196,12 +196,12 @@ class OffloadingScheduler:
         self._stores.note_freed(output.finished_sending)
 
     def _take_worker_metadata(self, metadata: OffloadingWorkerMetadata) -> None:
-        self._loads.note_failures(metadata.failed)
+        self._loads.note_failures(metadata.loads)
         self._stores.note_copied(metadata.copied)
         self._busy |= metadata.busy
         if self._break_even is not None:
-            for load_time in metadata.times:
-                self._break_even.note_load(load_time.seconds, load_time.bytes_by_tier)
+            for load in metadata.loads:
+                self._break_even.note_load(load.seconds, load.bytes_by_tier)
         if self._event_log is not None:
             for rank, change in metadata.contents:
                 self._event_log.note_report(rank, change)
