@@ -16,7 +16,7 @@ from tests.sampling import exhaustive
 from tests.tiers.pool_engine import NAMESPACE, key
 from tests.tiers.test_pool_processes import MIB, resident_bytes, run_alone
 
-from kvferry.tiers.commands import Chunk, EndStores, LoadChunks, LoadEnded, StoreChunks, StoresEnded
+from kvferry.tiers.commands import Chunk, LoadChunks, LoadEnded, StoreChunks, StoresCopied
 from kvferry.tiers.disk.tier import DiskTier
 from kvferry.tiers.jobs.jobs import OffloadJobs
 from kvferry.tiers.pool.host_pool import HostPool
@@ -64,8 +64,8 @@ class Rank:
             self.cache[block] = number
             chunks.append(Chunk(key(number), 0, (block,), ("disk",)))
         request = f"store {first}"
-        self.worker.submit([StoreChunks(request, tuple(chunks), first + 1), EndStores(request)])
-        self.wait_for(StoresEnded(request))
+        self.worker.submit([StoreChunks(request, tuple(chunks), first + 1)])
+        self.wait_for(StoresCopied(first + 1))
 
     def load(self, number: int) -> bool:
         """Load one chunk into the last block; False if no tier has it any more."""
@@ -80,12 +80,16 @@ class Rank:
         assert (self.cache[-1] == number).all()
         return True
 
-    def wait_for(self, wanted: StoresEnded | LoadEnded) -> object:
+    def wait_for(self, wanted: StoresCopied | LoadEnded) -> object:
         deadline = time.monotonic() + DEADLINE_S
         while True:
             for event in self.worker.take_events():
-                if type(event) is type(wanted) and event.request == wanted.request:
-                    return event
+                match event, wanted:
+                    case StoresCopied(number), StoresCopied(expected) if number >= expected:
+                        return event
+                    case LoadEnded(request), LoadEnded(expected_request):
+                        assert request == expected_request
+                        return event
             assert time.monotonic() < deadline, wanted
             time.sleep(0.0001)
 

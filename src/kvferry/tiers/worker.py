@@ -22,14 +22,12 @@ from kvferry.tiers.commands import (
     POOL,
     CancelLoad,
     ContentsChanged,
-    EndStores,
     LoadChunks,
     LoadEnded,
     OffloadCommand,
     OffloadEvent,
     StoreChunks,
     StoresCopied,
-    StoresEnded,
     TiersCounted,
 )
 from kvferry.tiers.jobs.jobs import OffloadJobs
@@ -205,7 +203,6 @@ class _Unanswered:
     """What the engine waits for. If the jobs fail, at any line, `answers` answers all of it."""
 
     _loads: set[str] = field(default_factory=set)
-    _ends: set[str] = field(default_factory=set)
     _last_store: int = 0
 
     def add(self, commands: Sequence[WorkerCommand]) -> None:
@@ -213,25 +210,19 @@ class _Unanswered:
             match command:
                 case LoadChunks(request):
                     self._loads.add(request)
-                case EndStores(request):
-                    self._ends.add(request)
                 case StoreChunks(number=number):
                     self._last_store = max(self._last_store, number)
 
     def remove(self, events: Sequence[OffloadEvent]) -> None:
         for event in events:
-            match event:
-                case LoadEnded(request):
-                    self._loads.discard(request)
-                case StoresEnded(request):
-                    self._ends.discard(request)
+            if isinstance(event, LoadEnded):
+                self._loads.discard(event.request)
 
     def answers(self, failure: str) -> list[OffloadEvent]:
-        """Loads have failed, stores have ended."""
+        """All loads have failed, and no copy reads the blocks of a store."""
         events: list[OffloadEvent] = [
             StoresCopied(self._last_store),
             *(LoadEnded(request, failure) for request in sorted(self._loads)),
-            *(StoresEnded(request) for request in sorted(self._ends)),
         ]
         self.remove(events)
         return events

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from kvferry.connectors.contract import KVCacheGroup, Request
 from kvferry.connectors.offloading.break_even import BreakEven
 from kvferry.connectors.offloading.lookup import Hit, Pending, TierLookup
-from kvferry.connectors.offloading.metadata import OffloadStats
+from kvferry.connectors.offloading.metadata import EndStores, OffloadStats
 from kvferry.connectors.offloading.requests import BlockTables, LoadState, TrackedRequest
 from kvferry.tiers.backoff import log_trouble
 from kvferry.tiers.base import ObjectKey
@@ -26,7 +26,7 @@ class RequestLoads:
         chunk_tokens: int,
         max_loads: int,
         break_even: BreakEven | None,
-        commands: list[OffloadCommand],
+        commands: list[OffloadCommand | EndStores],
     ) -> None:
         self._groups = groups
         self._chunk_tokens = chunk_tokens

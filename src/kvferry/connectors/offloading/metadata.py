@@ -19,10 +19,20 @@ from kvferry.tiers.commands import ContentsChanged, LoadEnded, OffloadCommand, T
 
 
 @dataclass(frozen=True, slots=True)
-class OffloadingMetadata(KVConnectorMetadata):
-    """The commands of one step for the offload worker of every rank, in order."""
+class EndStores:
+    """The request has finished: give its blocks back when no copy reads the blocks of any store up
+    to this number any more.
+    """
 
-    commands: tuple[OffloadCommand, ...] = ()
+    request: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadingMetadata(KVConnectorMetadata):
+    """The commands of one step for every rank, in order."""
+
+    commands: tuple[OffloadCommand | EndStores, ...] = ()
     timed_step: int | None = None
     """The number of the step if the scheduler measures how long the step takes."""
 

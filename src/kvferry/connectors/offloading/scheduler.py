@@ -22,6 +22,7 @@ from kvferry.connectors.offloading.break_even import BreakEven
 from kvferry.connectors.offloading.events import DescribeBlocks, KVEvent, KVEventLog
 from kvferry.connectors.offloading.loads import RequestLoads
 from kvferry.connectors.offloading.metadata import (
+    EndStores,
     OffloadingHandshakeMetadata,
     OffloadingMetadata,
     OffloadingWorkerMetadata,
@@ -51,7 +52,7 @@ class OffloadingScheduler:
         self._clock = clock
         self._chunk_tokens = extra.blocks_of_chunk(cache.block_size) * cache.block_size
         self._has_holes = any(group.has_local_attention for group in cache.groups)
-        self._commands: list[OffloadCommand] = []
+        self._commands: list[OffloadCommand | EndStores] = []
         """Filled by all parts, and sent with the next step."""
         self._break_even = BreakEven() if extra.break_even else None
         max_loads = 2 if cache.admits_second_load else 1

@@ -17,6 +17,7 @@ from kvferry.connectors.contract import (
 )
 from kvferry.connectors.geometry import geometry_of
 from kvferry.connectors.offloading.metadata import (
+    EndStores,
     OffloadingHandshakeMetadata,
     OffloadingMetadata,
     OffloadingWorkerMetadata,
@@ -31,7 +32,6 @@ from kvferry.tiers.commands import (
     LoadEnded,
     OffloadEvent,
     StoresCopied,
-    StoresEnded,
     TiersCounted,
 )
 from kvferry.tiers.jobs.contents import TierContents
@@ -62,6 +62,10 @@ class OffloadingWorker:
         self._stats = OffloadStats()
         self._reported: dict[str, TierUsage] = {}
         self._was_busy = False
+        self._ending: list[EndStores] = []
+        """Finished requests whose blocks are still being copied."""
+        self._num_copied = 0
+        """No copy reads the blocks of any store up to this number."""
 
     def register_kv_caches(self, kv_caches: Mapping[str, KVTensor]) -> None:
         """Open the host pool and the tiers, and start the offload worker."""
@@ -121,16 +125,18 @@ class OffloadingWorker:
 
     def start_load_kv(self, metadata: OffloadingMetadata) -> None:
         self._worker_metadata.timed_step = metadata.timed_step
-        if metadata.commands:
-            self._running().submit(metadata.commands, self._order.mark())
+        ended = [command for command in metadata.commands if isinstance(command, EndStores)]
+        self._ending += ended
+        if len(ended) < len(metadata.commands):
+            commands = [each for each in metadata.commands if not isinstance(each, EndStores)]
+            self._running().submit(commands, self._order.mark())
 
     def get_transfer_results(self) -> KVConnectorTransferResults:
         results = KVConnectorTransferResults()
         for event in self._running().take_events():
             match event:
-                case StoresEnded(request):
-                    results.finished_sending.add(request)
                 case StoresCopied(number):
+                    self._num_copied = number
                     self._worker_metadata.copied[self._config.parallel.tp_rank] = number
                 case TiersCounted(counts):
                     self._stats.add_tiers(counts)
@@ -144,6 +150,9 @@ class OffloadingWorker:
                         results.failed_recving.add(request)
                         results.failure_reasons[request] = reason
                         _log.info("load from tiers failed request=%s reason=%s", request, reason)
+        for ended in [each for each in self._ending if each.number <= self._num_copied]:
+            self._ending.remove(ended)
+            results.finished_sending.add(ended.request)
         return results
 
     def take_worker_metadata(self) -> OffloadingWorkerMetadata | None:
