@@ -39,6 +39,7 @@ from kvferry.connectors.factory import KVConnectorFactory
 from kvferry.connectors.offloading.connector import OffloadingConnector
 from kvferry.connectors.offloading.events import HashedBlocks
 from kvferry.connectors.offloading.metadata import (
+    EndStores,
     OffloadingWorkerMetadata,
 )
 from kvferry.protocol.tickets import HOLE
@@ -121,7 +122,7 @@ class Side:
         }
         self.scheduler.set_xfer_handshake_metadata(metadata)  # type: ignore[arg-type]
         self.aggregator = KVOutputAggregator(self.tp_size)
-        self.commands: list[OffloadCommand] = []
+        self.commands: list[OffloadCommand | EndStores] = []
         self.freed: set[str] = set()
         self.loaded: set[str] = set()
         self.failed: set[str] = set()
@@ -240,7 +241,7 @@ class Side:
             self.step_until(lambda: request.request_id in self.freed)
         return is_kept
 
-    def commands_of(self, kind: type[OffloadCommand]) -> list[Any]:
+    def commands_of(self, kind: type[OffloadCommand | EndStores]) -> list[Any]:
         return [command for command in self.commands if isinstance(command, kind)]
 
     def close(self) -> None:

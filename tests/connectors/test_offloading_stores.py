@@ -11,9 +11,10 @@ from tests.connectors.pair import (
 from kvferry.connectors.contract import (
     KVCacheGroup,
 )
+from kvferry.connectors.offloading.metadata import EndStores
 from kvferry.errors import ConfigError
 from kvferry.protocol.tickets import HOLE
-from kvferry.tiers.commands import EndStores, VoidStores
+from kvferry.tiers.commands import VoidStores
 
 # -- blocks --
 
@@ -28,7 +29,7 @@ def test_a_request_that_finishes_during_its_copies_keeps_its_blocks(start: Start
         side.step(Slice("a", 18, ((1, 2, 3, 4, 5),)))
     assert side.scheduler.request_finished_all_groups(request, tables) == (True, None)
     side.step()
-    assert side.commands_of(EndStores) == [EndStores("a")]
+    assert side.commands_of(EndStores) == [EndStores("a", 1)]
     assert side.scheduler.has_pending_block_frees()
     assert not side.freed
     side.copiers[0].saves.set()

@@ -18,14 +18,13 @@ from kvferry.connectors.contract import (
 )
 from kvferry.connectors.offloading.break_even import MIN_SAMPLES
 from kvferry.connectors.offloading.metadata import (
-    LoadTime,
     OffloadingHandshakeMetadata,
     OffloadingWorkerMetadata,
 )
 from kvferry.connectors.offloading.scheduler import OffloadingScheduler
 from kvferry.connectors.offloading.stores import SeenChunks
 from kvferry.tiers.base import ObjectKey
-from kvferry.tiers.commands import StoreChunks
+from kvferry.tiers.commands import LoadEnded, StoreChunks
 from kvferry.tiers.keys import KeyChain, Namespace
 from kvferry.tiers.pool.host_pool import HostPool
 from kvferry.tiers.pool.policies import LruPolicy
@@ -95,10 +94,10 @@ class Timed:
     def build(self, num_tokens: int) -> int | None:
         return self.half.build_connector_meta((), (), num_tokens).timed_step
 
-    def output(self, step: int | None, *times: LoadTime) -> None:
+    def output(self, step: int | None, *loads: LoadEnded) -> None:
         output = KVConnectorOutput()
         output.kv_connector_worker_meta = OffloadingWorkerMetadata(
-            times=list(times), timed_step=step
+            loads=list(loads), timed_step=step
         )
         self.half.take_output(output)
 
@@ -128,7 +127,7 @@ def test_a_load_is_claimed_if_it_was_measured_to_be_faster(
     for _ in range(MIN_SAMPLES):
         step = timed.build(160)
         timed.now += 10
-        timed.output(step, LoadTime(load_s, {"cpu": 4000}))
+        timed.output(step, LoadEnded("load", seconds=load_s, bytes_by_tier={"cpu": 4000}))
     assert timed.claimed("b") == claimed
 
 
@@ -146,6 +145,6 @@ def test_a_steps_time_begins_when_the_step_before_has_ended(
         timed.output(None)
         timed.build(1)
         timed.now += 10
-        timed.output(prefill, LoadTime(load_s, {"cpu": 4000}))
+        timed.output(prefill, LoadEnded("load", seconds=load_s, bytes_by_tier={"cpu": 4000}))
         timed.output(None)
     assert timed.claimed("b") == claimed

@@ -17,12 +17,10 @@ from kvferry.tiers.commands import (
     Chunk,
     ChunkTable,
     DropAll,
-    EndStores,
     LoadChunks,
     LoadEnded,
     StoreChunks,
     StoresCopied,
-    StoresEnded,
     VoidStores,
 )
 from kvferry.tiers.jobs.base import CopyResult, LoadEntry, LoadRows, StoreEntry, StoreRows
@@ -87,15 +85,13 @@ def test_a_void_of_one_request_leaves_the_stores_of_another() -> None:
     assert key_of(1) in rank.pool
 
 
-def test_a_finished_request_keeps_its_blocks_until_the_copies_have_ended() -> None:
+def test_a_store_reads_its_blocks_until_the_copy_has_ended() -> None:
     rank = Rank()
-    rank.send(StoreChunks("a", (chunk(1, 0, "disk"),)), EndStores("a"))
+    rank.send(StoreChunks("a", (chunk(1, 0, "disk"),), 1))
     assert not rank.events
     rank.finish(rank.task(StoreRows))
-    assert rank.events == [StoresEnded("a")]
-    assert isinstance(rank.tasks[0], StoreEntry)  # the slow write reads the row, not the blocks
-    rank.send(EndStores("without stores"))
-    assert rank.events[-1] == StoresEnded("without stores")
+    assert rank.events == [StoresCopied(1)]
+    assert isinstance(rank.tasks[0], StoreEntry)  # the slow store reads the row, not the blocks
 
 
 def test_a_row_that_was_overwritten_while_it_was_copied_is_a_miss() -> None:
@@ -355,9 +351,9 @@ def test_an_object_that_the_tier_has_lost_is_written_again() -> None:
 
 def test_a_copy_that_fails_loses_its_rows_only() -> None:
     rank = Rank()
-    rank.send(StoreChunks("a", (chunk(1, 0),)), EndStores("a"))
+    rank.send(StoreChunks("a", (chunk(1, 0),), 1))
     rank.finish(rank.task(StoreRows), CopyResult(reason="the GPU has failed"))
-    assert rank.events == [StoresEnded("a")]
+    assert rank.events == [StoresCopied(1)]
     store(rank, 2)
     rank.send(LoadChunks("b", (chunk(2, 5),)))
     rank.finish(rank.task(LoadRows), CopyResult(reason="the GPU has failed"))
@@ -379,6 +375,10 @@ class Story:
     ending: dict[str, list[int]] = field(default_factory=dict)
     loading: dict[str, tuple[Chunk, ...]] = field(default_factory=dict)
     num_requests: int = 0
+    num_stores: int = 0
+    numbers: dict[str, int] = field(default_factory=dict)
+    """The number of each request's store."""
+    num_copied: int = 0
     has_reset: bool = False
 
     def step(self) -> None:
@@ -409,13 +409,14 @@ class Story:
             for part in chunks:
                 self.rank.fill(part.block_ids[0], part.key)
             self.held[name] = [part.block_ids[0] for part in chunks]
-            self.rank.send(StoreChunks(name, chunks))
+            self.num_stores += 1
+            self.numbers[name] = self.num_stores
+            self.rank.send(StoreChunks(name, chunks, self.num_stores))
 
     def end(self) -> None:
         if self.held:
             name = self.rng.choice(sorted(self.held))
             self.ending[name] = self.held.pop(name)
-            self.rank.send(EndStores(name))
 
     def void(self) -> None:
         if self.held:
@@ -466,8 +467,8 @@ class Story:
 
     def check_events(self) -> None:
         for event in self.rank.events:
-            if isinstance(event, StoresEnded):
-                self.blocks += self.ending.pop(event.request)
+            if isinstance(event, StoresCopied):
+                self.num_copied = event.number
             if not isinstance(event, LoadEnded):
                 continue
             for part in self.loading.pop(event.request):
@@ -475,6 +476,8 @@ class Story:
                     assert self.rank.block(part.block_ids[0]) == self.rank.contents(part.key)
                 self.blocks.append(part.block_ids[0])
         self.rank.events.clear()
+        for name in [each for each in self.ending if self.numbers[each] <= self.num_copied]:
+            self.blocks += self.ending.pop(name)
 
     def check_contents(self) -> None:
         """The rank reports what its tiers hold; of slower tiers, only what it met since the last

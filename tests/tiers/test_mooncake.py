@@ -25,6 +25,7 @@ from tests.tiers.mooncake_store import (
 )
 
 from kvferry.errors import MissingDependency
+from kvferry.mooncake_process import AgentFailed
 from kvferry.testing.local import ManualClock
 from kvferry.testing.tier_conformance import (
     NAMESPACE,
@@ -37,12 +38,7 @@ from kvferry.tiers.backoff import StorageFailed
 from kvferry.tiers.base import LoadOutcome, LoadResult, ObjectKey, StoreOutcome, StoreResult
 from kvferry.tiers.envelope import HEADER_BYTES
 from kvferry.tiers.mooncake.agent import Call, Operation
-from kvferry.tiers.mooncake.agent_process import (
-    NUM_LANES,
-    AgentFailed,
-    AgentProcess,
-    MooncakePlace,
-)
+from kvferry.tiers.mooncake.agent_process import NUM_LANES, AgentProcess, MooncakePlace
 from kvferry.tiers.mooncake.tier import MooncakeDeadlines, MooncakeTier
 from kvferry.types import Address
 

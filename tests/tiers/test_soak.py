@@ -16,7 +16,7 @@ from tests.sampling import exhaustive
 from tests.tiers.pool_engine import NAMESPACE, key
 from tests.tiers.test_pool_processes import MIB, resident_bytes, run_alone
 
-from kvferry.tiers.commands import Chunk, EndStores, LoadChunks, LoadEnded, StoreChunks, StoresEnded
+from kvferry.tiers.commands import Chunk, LoadChunks, LoadEnded, StoreChunks, StoresCopied
 from kvferry.tiers.disk.tier import DiskTier
 from kvferry.tiers.jobs.jobs import OffloadJobs
 from kvferry.tiers.pool.host_pool import HostPool
@@ -24,6 +24,7 @@ from kvferry.tiers.pool.policies import ArcPolicy
 from kvferry.tiers.worker import OffloadWorker
 from kvferry.transports.copy.rows import CpuRowCopier
 from kvferry.types import Region
+from kvferry.worker.thread import WorkerThread
 
 BLOCK_BYTES, NUM_BLOCKS = 4096, 32
 NUM_ROWS = 64
@@ -52,7 +53,8 @@ class Rank:
         disk = DiskTier(self.disk, NAMESPACE, b"secret", DISK_BYTES)
         pool = HostPool.open(folder / "pool", NAMESPACE, BLOCK_BYTES, NUM_ROWS, ArcPolicy)
         jobs = OffloadJobs(pool, (BLOCK_BYTES,), ("disk",), DEADLINE_S)
-        self.worker = OffloadWorker(jobs, pool, {"disk": disk}, CpuRowCopier([region]), 2)
+        worker = OffloadWorker(jobs, pool, {"disk": disk}, CpuRowCopier([region]), 2)
+        self.worker = WorkerThread(worker)
         self.worker.start()
 
     def store(self, first: int, count: int) -> None:
@@ -62,8 +64,8 @@ class Rank:
             self.cache[block] = number
             chunks.append(Chunk(key(number), 0, (block,), ("disk",)))
         request = f"store {first}"
-        self.worker.submit([StoreChunks(request, tuple(chunks), first + 1), EndStores(request)])
-        self.wait_for(StoresEnded(request))
+        self.worker.submit([StoreChunks(request, tuple(chunks), first + 1)])
+        self.wait_for(StoresCopied(first + 1))
 
     def load(self, number: int) -> bool:
         """Load one chunk into the last block; False if no tier has it any more."""
@@ -78,12 +80,16 @@ class Rank:
         assert (self.cache[-1] == number).all()
         return True
 
-    def wait_for(self, wanted: StoresEnded | LoadEnded) -> object:
+    def wait_for(self, wanted: StoresCopied | LoadEnded) -> object:
         deadline = time.monotonic() + DEADLINE_S
         while True:
             for event in self.worker.take_events():
-                if type(event) is type(wanted) and event.request == wanted.request:
-                    return event
+                match event, wanted:
+                    case StoresCopied(number), StoresCopied(expected) if number >= expected:
+                        return event
+                    case LoadEnded(request), LoadEnded(expected_request):
+                        assert request == expected_request
+                        return event
             assert time.monotonic() < deadline, wanted
             time.sleep(0.0001)
 
@@ -107,7 +113,7 @@ def soak(folder: Path, count: int) -> None:
                 num_hits += rank.load(number)
             if first % (count // 20) < 8:
                 levels.append(rank.level())
-        usage = rank.worker.usage()
+        usage = rank.worker.snapshot().usage
     finally:
         rank.worker.close()
     assert num_loads == count

@@ -18,14 +18,13 @@ from kvferry.tiers.commands import (
     Chunk,
     ContentsChanged,
     DropAll,
-    EndStores,
     LoadChunks,
     LoadEnded,
     OffloadCommand,
     OffloadEvent,
     StoreChunks,
     StoresCopied,
-    StoresEnded,
+    TiersCounted,
 )
 from kvferry.tiers.disk.tier import DiskTier
 from kvferry.tiers.jobs.contents import TierContents
@@ -36,6 +35,7 @@ from kvferry.tiers.pool.policies import LruPolicy
 from kvferry.tiers.worker import OffloadWorker
 from kvferry.transports.copy.rows import CpuRowCopier
 from kvferry.types import Region
+from kvferry.worker.thread import WorkerThread
 
 BLOCK_BYTES, NUM_BLOCKS = 512, 8
 DEADLINE_S = 60.0
@@ -77,7 +77,8 @@ class Rank:
         jobs = OffloadJobs(
             self.pool, (BLOCK_BYTES,), ("disk",), DEADLINE_S, contents=TierContents()
         )
-        self.worker = OffloadWorker(jobs, self.pool, {"disk": disk}, self.copier, 2)
+        worker = OffloadWorker(jobs, self.pool, {"disk": disk}, self.copier, 2)
+        self.worker = WorkerThread(worker)
         self.worker.start()
         self.events: list[OffloadEvent] = []
 
@@ -100,10 +101,16 @@ class Rank:
                 held |= {*event.stored.get(tier, ())}
         return held
 
+    def counted(self, tier: str, name: str) -> float:
+        reports = [each.counts for each in self.events if isinstance(each, TiersCounted)]
+        return sum(counts.get(tier, {}).get(name, 0) for counts in reports)
+
     def ended(self) -> set[str]:
-        return {
-            event.request for event in self.events if isinstance(event, LoadEnded | StoresEnded)
-        }
+        return {event.request for event in self.events if isinstance(event, LoadEnded)}
+
+    def num_copied(self) -> int:
+        numbers = [event.number for event in self.events if isinstance(event, StoresCopied)]
+        return max(numbers, default=0)
 
 
 @pytest.fixture
@@ -127,9 +134,8 @@ def on_disk(folder: Path) -> set[ObjectKey]:
 
 def test_a_chunk_is_stored_and_loaded(rank: Rank) -> None:
     rank.cache[1] = 7
-    rank.submit(StoreChunks("a", (chunk(1, 1, "disk"),), 1), EndStores("a"))
-    rank.wait_for(lambda: "a" in rank.ended())
-    assert StoresCopied(1) in rank.events
+    rank.submit(StoreChunks("a", (chunk(1, 1, "disk"),), 1))
+    rank.wait_for(lambda: rank.num_copied() == 1)
     rank.submit(LoadChunks("b", (chunk(1, 2),)))
     rank.wait_for(lambda: "b" in rank.ended())
     assert (rank.cache[2] == 7).all()
@@ -159,12 +165,12 @@ def test_a_worker_that_has_failed_reports_that_it_holds_nothing(rank: Rank) -> N
 
 def test_a_load_waits_for_the_mark_and_its_cancel_for_the_load(rank: Rank) -> None:
     rank.cache[1] = 7
-    rank.submit(StoreChunks("a", (chunk(1, 1),)), EndStores("a"))
-    rank.wait_for(lambda: "a" in rank.ended())
+    rank.submit(StoreChunks("a", (chunk(1, 1),), 1))
+    rank.wait_for(lambda: rank.num_copied() == 1)
     mark = Mark()
     rank.worker.submit((LoadChunks("b", (chunk(1, 2),)),), mark)
-    rank.submit(CancelLoad("b"), EndStores("later"))
-    rank.wait_for(lambda: "later" in rank.ended())
+    rank.submit(CancelLoad("b"), StoreChunks("later", (), 2))
+    rank.wait_for(lambda: rank.num_copied() == 2)
     assert "b" not in rank.ended()
     assert not rank.cache[2].any()
     mark.is_passed = True
@@ -177,15 +183,15 @@ def test_objects_that_are_refused_together_are_one_line_in_the_log(
     numbers = (1, 2)
     chunks = tuple(chunk(number, number, "disk") for number in numbers)
     rank.submit(StoreChunks("a", chunks, 1))
-    rank.wait_for(lambda: rank.worker.usage().get("disk", TierUsage()).num_objects == 2)
+    rank.wait_for(lambda: rank.worker.snapshot().usage.get("disk", TierUsage()).num_objects == 2)
     for path in tmp_path.glob("*/*/*"):
         path.write_bytes(path.read_bytes()[:-1] + b"x")
     rank.submit(DropAll(), *(LoadChunks(str(each), (chunks[each - 1],)) for each in numbers))
     rank.wait_for(lambda: rank.ended() == {"1", "2"})
-    assert rank.worker.take_counts()["disk"]["refused"] == 2
+    assert rank.counted("disk", "refused") == 2
     repeats = RepeatFilter()
     shown = [record for record in caplog.records if repeats.filter(record)]
-    (line,) = [each.getMessage() for each in shown if each.name.endswith("trouble_log")]
+    (line,) = [each.getMessage() for each in shown if each.name.endswith("backoff")]
     assert "tier=disk" in line
     assert "is damaged" in line
 
@@ -198,18 +204,14 @@ def test_if_the_jobs_fail_in_the_middle_of_a_step_every_command_is_answered(
     rank.pool.calls_until_bug = calls_until_bug
     rank.submit(
         StoreChunks("a", (chunk(1, 1),), 1),
-        EndStores("a"),
         StoreChunks("b", (chunk(2, 2),), 2),
-        EndStores("b"),
         LoadChunks("c", (chunk(9, 3),)),
         LoadChunks("d", (chunk(9, 4),)),
     )
-    rank.wait_for(lambda: rank.ended() == {"a", "b", "c", "d"})
-    assert rank.events.count(StoresEnded("a")) == 1
-    assert StoresCopied(2) in rank.events
-    rank.submit(StoreChunks("e", (chunk(3, 5),), 3), EndStores("e"), LoadChunks("f", ()))
-    rank.wait_for(lambda: {"e", "f"} <= rank.ended())
-    assert StoresCopied(3) in rank.events
+    rank.wait_for(lambda: rank.ended() == {"c", "d"} and rank.num_copied() == 2)
+    assert len([event for event in rank.events if isinstance(event, LoadEnded)]) == 2
+    rank.submit(StoreChunks("e", (chunk(3, 5),), 3), LoadChunks("f", ()))
+    rank.wait_for(lambda: "f" in rank.ended() and rank.num_copied() == 3)
     (failed,) = [e for e in rank.events if isinstance(e, LoadEnded) and e.request == "f"]
     assert "the offload worker has stopped: RuntimeError: a bug" in failed.reason
 
@@ -217,15 +219,14 @@ def test_if_the_jobs_fail_in_the_middle_of_a_step_every_command_is_answered(
 def test_if_the_jobs_fail_no_end_is_reported_while_a_copy_reads_the_blocks(rank: Rank) -> None:
     rank.copier.saves.clear()
     rank.pool.calls_until_bug = 1
-    rank.submit(StoreChunks("a", (chunk(1, 1),), 1), EndStores("a"))
+    rank.submit(StoreChunks("a", (chunk(1, 1),), 1))
     # A copy that has not begun when the jobs fail is dropped.
     rank.wait_for(lambda: rank.copier.num_saves_begun == 1)
-    rank.submit(StoreChunks("b", (chunk(2, 2),), 2), EndStores("b"))
+    rank.submit(StoreChunks("b", (chunk(2, 2),), 2))
     time.sleep(0.05)
-    assert not rank.worker.take_events()
-    assert rank.worker.is_busy
+    assert not [each for each in rank.worker.take_events() if not isinstance(each, TiersCounted)]
+    assert rank.worker.snapshot().has_work
     rank.copier.saves.set()
-    rank.wait_for(lambda: rank.ended() == {"a", "b"})
-    rank.worker.take_counts()
+    rank.wait_for(lambda: rank.num_copied() == 2)
     # Otherwise the engine would run steps for ever.
-    rank.wait_for(lambda: not rank.worker.is_busy)
+    rank.wait_for(lambda: not rank.worker.snapshot().has_work)

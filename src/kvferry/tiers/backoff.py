@@ -4,12 +4,17 @@
 tiers, which many threads call.
 """
 
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvferry.logs import repeats_of
+
 FIRST_PAUSE_S = 5.0
 MAX_PAUSE_S = 60.0
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -89,3 +94,18 @@ class StorageHealth:
     def succeeded(self) -> None:
         with self._lock:
             self._backoff.succeeded()
+
+
+def log_trouble(operation: str, tier: str, reason: str) -> None:
+    """Log why KV cannot be stored, loaded or looked up.
+
+    Thousands of objects may fail at once, and every reason names another object: the lines of one
+    tier and operation are repeats.
+    """
+    _log.warning(
+        "KV cannot be %s tier=%s reason=%s",
+        operation,
+        tier,
+        reason,
+        extra=repeats_of(operation, tier),
+    )

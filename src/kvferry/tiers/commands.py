@@ -66,8 +66,8 @@ class ChunkTable(msgspec.Struct, frozen=True):
 
 
 class StoreChunks(msgspec.Struct, frozen=True):
-    """Store chunks whose blocks are full. The blocks stay as they are until `StoresCopied` or
-    `StoresEnded` is reported, or `VoidStores` is sent.
+    """Store chunks whose blocks are full. The blocks stay as they are until `StoresCopied` is
+    reported, or `VoidStores` is sent.
     """
 
     request: str
@@ -75,12 +75,6 @@ class StoreChunks(msgspec.Struct, frozen=True):
     """In the order of the prompt: under pressure, the end is left out."""
     number: int = 0
     """Ascending over all stores of an engine."""
-
-
-class EndStores(msgspec.Struct, frozen=True):
-    """The request has finished: report `StoresEnded` when no copy reads its blocks any more."""
-
-    request: str
 
 
 class VoidStores(msgspec.Struct, frozen=True):
@@ -111,7 +105,7 @@ class DropAll(msgspec.Struct, frozen=True):
     """
 
 
-OffloadCommand = StoreChunks | EndStores | VoidStores | LoadChunks | CancelLoad | DropAll
+OffloadCommand = StoreChunks | VoidStores | LoadChunks | CancelLoad | DropAll
 
 
 # -- events --
@@ -132,12 +126,6 @@ class LoadEnded(msgspec.Struct, frozen=True):
     """How much came from each tier. A load that took too long counts what was still to come."""
 
 
-class StoresEnded(msgspec.Struct, frozen=True):
-    """No copy reads the blocks of a finished request any more."""
-
-    request: str
-
-
 class StoresCopied(msgspec.Struct, frozen=True):
     """No copy reads the blocks of any store up to this number any more."""
 
@@ -153,7 +141,14 @@ class ContentsChanged(msgspec.Struct, frozen=True):
     """Of everything that earlier reports named, the engine can use nothing any more."""
 
 
-OffloadEvent = LoadEnded | StoresEnded | StoresCopied | ContentsChanged
-
 TierCounts = dict[str, dict[str, float]]
-"""Counters by tier and name, since the last report."""
+"""Counters by tier and name."""
+
+
+class TiersCounted(msgspec.Struct, frozen=True):
+    """What has been counted since the last report. No request waits for it."""
+
+    counts: TierCounts
+
+
+OffloadEvent = LoadEnded | StoresCopied | ContentsChanged | TiersCounted

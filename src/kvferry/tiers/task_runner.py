@@ -1,6 +1,11 @@
-"""The threads that copy rows, and that read and write objects, for one rank's offload worker."""
+"""The threads of the tiers: they copy rows, load and store entries for a rank's offload worker, and
+look keys up for the scheduler. Their calls may block in the operating system.
+"""
 
 import logging
+import queue
+import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -16,10 +21,47 @@ from kvferry.tiers.jobs.base import (
     TaskResult,
 )
 from kvferry.tiers.pool.host_pool import HostPool
-from kvferry.tiers.threads import TaskThreads
 from kvferry.transports.base import RowCopier
 
 _log = logging.getLogger(__name__)
+
+
+class TaskThreads:
+    """Threads that run functions in the order in which they are given.
+
+    Not `ThreadPoolExecutor`: the interpreter waits for its threads at exit, also for one that hangs
+    in a dead file system. The functions must not raise.
+    """
+
+    def __init__(self, name: str, num_threads: int) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name}-{index}", daemon=True)
+            for index in range(num_threads)
+        ]
+        self._is_closing = False
+        for thread in self._threads:
+            thread.start()
+
+    def run(self, function: Callable[[], None]) -> None:
+        self._queue.put(function)
+
+    def close(self, timeout_s: float) -> bool:
+        """Drop the functions that have not begun, and wait for the others. False if a thread is
+        still busy after `timeout_s`. Idempotent.
+        """
+        self._is_closing = True
+        for _ in self._threads:
+            self._queue.put(None)
+        until = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self) -> None:
+        while (function := self._queue.get()) is not None:
+            if not self._is_closing:
+                function()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +93,14 @@ class TaskRunner:
         self._clock = clock
         self._report = report
         # Loads and stores have a thread each, so that no load waits for the copy of a store.
-        self._saver = TaskThreads(f"{name}-save", 1)
+        self._storer = TaskThreads(f"{name}-save", 1)
         self._loader = TaskThreads(f"{name}-load", 1)
         self._io = TaskThreads(f"{name}-io", num_io_threads if tiers else 0)
 
     def start(self, task: Task) -> None:
         match task:
             case StoreRows(task_id, rows):
-                self._saver.run(lambda: self._copy(task_id, lambda: self._copier.save(rows)))
+                self._storer.run(lambda: self._copy(task_id, lambda: self._copier.save(rows)))
             case LoadRows(task_id, rows):
                 self._loader.run(lambda: self._copy(task_id, lambda: self._copier.load(rows)))
             case LoadEntry() | StoreEntry():
@@ -74,11 +116,11 @@ class TaskRunner:
         """Drop the copies that have not begun, and wait for the others. False if one has not ended
         in time; then call again.
         """
-        return self._loader.close(timeout_s) and self._saver.close(timeout_s)
+        return self._loader.close(timeout_s) and self._storer.close(timeout_s)
 
     def close(self, copy_timeout_s: float, io_timeout_s: float) -> None:
         # A copy reads and writes the engine's cache, which the engine frees next: wait for copies.
-        for threads in (self._loader, self._saver):
+        for threads in (self._loader, self._storer):
             threads.close(copy_timeout_s)
         self._io.close(io_timeout_s)
         for tier in self._tiers.values():

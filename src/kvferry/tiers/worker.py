@@ -1,66 +1,65 @@
-"""The offload worker of one rank: a thread that owns the rank's jobs and its host pool.
+"""The offload worker of one rank: owns the rank's jobs, its host pool and its tiers.
 
-The engine's thread submits commands and takes reports (`worker_reports.py`), and never waits. Only
-the worker's own thread calls `OffloadJobs` and changes the pool; other threads perform the tasks
-(`task_runner.py`) and put results into the worker's inbox.
+A `WorkerThread` runs it: the engine's thread submits commands and takes events, and never waits.
+Only the worker's thread calls `OffloadJobs` and changes the pool; other threads perform the tasks
+(`task_runner.py`) and put the results into the worker's queue.
 
 If the worker fails, the engine goes on without tiers: outstanding loads are reported as failed as
 soon as no copy is active, and every later command is answered at once.
 """
 
 import logging
+import math
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from kvferry.errors import KVFerryError
+from kvferry.tiers.backoff import log_trouble
 from kvferry.tiers.base import StoreResult, Tier, TierUsage, WatchesObjects
 from kvferry.tiers.commands import (
     POOL,
     CancelLoad,
     ContentsChanged,
     LoadChunks,
+    LoadEnded,
     OffloadCommand,
     OffloadEvent,
-    TierCounts,
+    StoreChunks,
+    StoresCopied,
+    TiersCounted,
 )
-from kvferry.tiers.jobs.base import JobReports, TaskResult
 from kvferry.tiers.jobs.jobs import OffloadJobs
 from kvferry.tiers.pool.host_pool import HostPool
 from kvferry.tiers.task_runner import EndedTask, TaskRunner
-from kvferry.tiers.trouble_log import log_trouble
-from kvferry.tiers.worker_reports import WorkerReports
-from kvferry.transports.base import RowCopier, StreamEvent
+from kvferry.transports.base import RowCopier
 
 CLOSE_TIMEOUT_S = 5.0
 """How long each part may take to stop."""
 STOP_TIMEOUT_S = 25.0
-"""More than copies, reads, writes and the slowest tier, mooncake, may take together."""
-MARK_INTERVAL_S = 0.001
-"""How often the engine's stream is queried while commands wait for a mark."""
+"""More than copies, loads, stores and the slowest tier, mooncake, may take together."""
 REPORT_INTERVAL_S = 1.0
 """How often the fill of the tiers is reported while the worker is idle."""
+
+WorkerCommand = OffloadCommand | threading.Event
+"""An event is set as soon as the worker is idle."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Batch:
-    """Commands of one `submit`, and the mark on the engine's stream that must be complete first."""
+class OffloadSnapshot:
+    """What the tiers hold, and whether the worker has work."""
 
-    commands: tuple[OffloadCommand, ...]
-    mark: StreamEvent | None
-
-
-_Item = _Batch | EndedTask | threading.Event
-"""An event is set when the worker is idle."""
+    usage: Mapping[str, TierUsage] = field(default_factory=dict)
+    has_work: bool = False
 
 
 class OffloadWorker:
-    """Owns the pool, the tiers and the copier from `start` to `close`."""
+    """Runs the jobs of one rank. `step` is one tick."""
+
+    title = "offload worker"
 
     def __init__(
         self,
@@ -77,180 +76,153 @@ class OffloadWorker:
             name: tier for name, tier in tiers.items() if isinstance(tier, WatchesObjects)
         }
         self._clock = clock
-        self._inbox: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[EndedTask | None] = queue.SimpleQueue()
+        """The results of tasks; None wakes the worker."""
         self._runner = TaskRunner(
-            pool, tiers, copier, num_io_threads, name, clock, report=self._inbox.put
+            pool, tiers, copier, num_io_threads, name, clock, report=self._ended.put
         )
-        self._held: deque[_Batch] = deque()
-        """Loads that wait for the mark of their batch, and cancels that follow them, in order."""
         self._waiting: list[threading.Event] = []
-        self._reports = WorkerReports()
-        self._is_closing = False
+        self._unanswered = _Unanswered()
         self._failure = ""
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._snapshot = OffloadSnapshot()
 
-    # -- the engine's thread --
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def set_wakeup(self, wake: Callable[[], None]) -> None:
-        self._reports.set_wakeup(wake)
-
-    def submit(self, commands: Sequence[OffloadCommand], mark: StreamEvent | None = None) -> None:
-        """Submit commands without waiting. They run in order, and not before the engine's stream
-        has passed `mark`.
-        """
-        if commands:
-            self._inbox.put(_Batch(tuple(commands), mark))
-
-    def take_events(self) -> list[OffloadEvent]:
-        return self._reports.take_events()
-
-    def take_counts(self) -> TierCounts:
-        """Take the counters since the last call."""
-        return self._reports.take_counts()
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether anything is in progress, or has ended since the last `take_counts`, or an event
-        waits for `take_events`.
-        """
-        return self._reports.is_busy
-
-    def usage(self) -> dict[str, TierUsage]:
-        """What each tier holds, as of the worker's last look."""
-        return self._reports.usage()
-
-    def wait_idle(self) -> None:
-        """Wait until all earlier commands are done, so that no copy uses the cache. KVFerryError
-        if that takes too long.
-        """
-        is_idle = threading.Event()
-        self._inbox.put(is_idle)
-        if not is_idle.wait(STOP_TIMEOUT_S):
-            raise KVFerryError(f"the offload worker was not idle within {STOP_TIMEOUT_S:g} s")
-
-    def close(self) -> None:
-        """Stop all threads and close pool, tiers and copier. Idempotent. A thread that hangs in the
-        operating system is left behind; it holds no memory of the engine's cache.
-        """
-        if self._is_closing:
-            return
-        self._is_closing = True
-        if self._thread.ident is None:
-            self._close_parts()
-            return
-        self._inbox.put(None)
-        self._thread.join(STOP_TIMEOUT_S)
-        if self._thread.is_alive():
-            raise KVFerryError(f"the offload worker did not stop within {STOP_TIMEOUT_S:g} s")
-
-    # -- the worker's thread --
-
-    def _run(self) -> None:
-        try:
-            while not self._is_closing:
-                self._tick()
-        # Top of the thread: the cache is lost, serving goes on.
-        except Exception as error:
-            _log.exception("the offload worker stopped because of a bug; KV is no longer offloaded")
-            self._failure = f"the offload worker has stopped: {type(error).__name__}: {error}"
-            self._answer_without_jobs()
-        finally:
-            self._close_parts()
-
-    def _tick(self) -> None:
-        item = self._next_item()
-        now = self._clock()
-        match item:
-            case _Batch():
-                self._take_batch(item, now)
-            case EndedTask(task_id, tier, result, seconds):
-                _note_trouble(tier, result)
-                self._jobs.complete(task_id, result, seconds, now)
-            case threading.Event():
-                self._waiting.append(item)
-        while self._held and (self._held[0].mark is None or self._held[0].mark.is_complete()):
-            for command in self._held.popleft().commands:
-                self._jobs.handle(command, now)
-        self._jobs.expire(now)
-        for name, watching in self._watching.items():
-            self._jobs.note_lost(name, watching.take_lost())
-        reports = self._jobs.drain()
-        for task in reports.tasks:
-            self._runner.start(task)
-        self._report(reports)
-        if self._waiting and not self._held and self._jobs.is_idle:
-            self._end_waits()
-
-    def _take_batch(self, batch: _Batch, now: float) -> None:
-        """Handle the commands of a step.
-
-        Loads wait for the mark, because earlier work of the engine may still write into their
+    def waits_for_mark(self, command: WorkerCommand) -> bool:
+        """Loads wait for the mark, because earlier work of the engine may still write into their
         blocks. Stores do not: the engine has seen the output of the steps that filled the blocks.
         A `VoidStores` must be handled before the copy that it concerns can end, so it never waits.
         """
-        self._reports.expect(batch.commands)
-        loads = tuple(c for c in batch.commands if isinstance(c, LoadChunks | CancelLoad))
-        for command in batch.commands:
-            if not isinstance(command, LoadChunks | CancelLoad):
-                self._jobs.handle(command, now)
-        if loads:
-            self._held.append(_Batch(loads, batch.mark))
+        return isinstance(command, LoadChunks | CancelLoad | threading.Event)
 
-    def _next_item(self) -> _Item | None:
+    def step(
+        self,
+        commands: Sequence[WorkerCommand],
+        *,
+        wait_s: float | None = None,
+        late_commands: Callable[[], Sequence[WorkerCommand]] = tuple,
+        engine_seen_at: float = math.inf,
+    ) -> Sequence[OffloadEvent]:
+        ended = self._wait(0.0 if commands else self.idle_s() if wait_s is None else wait_s)
+        # The late commands are handled before the results: a `VoidStores` that was submitted before
+        # its copy has ended must take effect.
+        commands = [*commands, *late_commands()]
+        self._unanswered.add(commands)
+        self._waiting += [each for each in commands if isinstance(each, threading.Event)]
+        if self._failure:
+            return self._answers() if commands else ()
         try:
-            return self._inbox.get(timeout=self._wait_s())
-        except queue.Empty:
-            return None
+            events = self._run(commands, ended)
+        # The cache of the tiers is lost, serving goes on.
+        except Exception as error:
+            _log.exception("the offload worker stopped because of a bug; KV is no longer offloaded")
+            self._failure = f"the offload worker has stopped: {type(error).__name__}: {error}"
+            return self._end()
+        self._unanswered.remove(events)
+        return events
 
-    def _wait_s(self) -> float:
-        if self._held:
-            return MARK_INTERVAL_S
-        deadline = self._jobs.next_deadline()
+    def idle_s(self) -> float:
+        deadline = None if self._failure else self._jobs.next_deadline()
         if deadline is None:
             return REPORT_INTERVAL_S
         return min(max(0.0, deadline - self._clock()), REPORT_INTERVAL_S)
 
-    def _report(self, reports: JobReports) -> None:
-        usage = self._runner.usage()
-        if not self._jobs.keeps_rows:
-            del usage[POOL]
-        self._reports.update(reports.counts, usage, has_work=not self._jobs.is_idle)
+    def snapshot(self) -> OffloadSnapshot:
+        return self._snapshot
+
+    def wakes_engine(self, events: Sequence[OffloadEvent], engine_seen_at: float) -> bool:
+        return not all(isinstance(event, TiersCounted) for event in events)
+
+    def wake(self) -> None:
+        self._ended.put(None)
+
+    def close(self) -> None:
+        """Stop all threads and close pool, tiers and copier. A thread that hangs in the operating
+        system is left behind; it holds no memory of the engine's cache.
+        """
+        self._runner.close(CLOSE_TIMEOUT_S, 0.0 if self._failure else CLOSE_TIMEOUT_S / 2)
+
+    def _wait(self, timeout_s: float) -> list[EndedTask]:
+        """The tasks that have ended, after a wait for the first."""
+        ended: list[EndedTask | None] = []
+        try:
+            ended.append(self._ended.get(timeout=timeout_s))
+            while True:
+                ended.append(self._ended.get_nowait())
+        except queue.Empty:
+            return [task for task in ended if task is not None]
+
+    def _run(
+        self, commands: Sequence[WorkerCommand], ended: Sequence[EndedTask]
+    ) -> list[OffloadEvent]:
+        now = self._clock()
+        for command in commands:
+            if not isinstance(command, threading.Event):
+                self._jobs.handle(command, now)
+        for task in ended:
+            if task.result.reason:
+                operation = "stored" if isinstance(task.result, StoreResult) else "loaded"
+                log_trouble(operation, task.tier, task.result.reason)
+            self._jobs.complete(task.task_id, task.result, task.seconds, now)
+        self._jobs.expire(now)
+        for name, watching in self._watching.items():
+            self._jobs.note_lost(name, watching.take_lost())
+        reports = self._jobs.drain()
+        for new in reports.tasks:
+            self._runner.start(new)
         for event in reports.events:
             if isinstance(event, ContentsChanged):
                 for name, watching in self._watching.items():
                     watching.watch(event.stored.get(name, ()))
-        if reports.events:
-            self._reports.send(reports.events)
+        usage = self._runner.usage()
+        if not self._jobs.keeps_rows:
+            del usage[POOL]
+        self._snapshot = OffloadSnapshot(usage, has_work=not self._jobs.is_idle)
+        if self._jobs.is_idle:
+            self._end_waits()
+        return [*reports.events, *([TiersCounted(reports.counts)] if reports.counts else ())]
 
-    def _answer_without_jobs(self) -> None:
-        """Answer every command as an engine without tiers would, until `close`."""
+    def _end(self) -> list[OffloadEvent]:
+        """Answer every command as an engine without tiers would, now and from now on."""
         # No copy may read or write blocks whose end is reported.
         while not self._runner.stop_copies(CLOSE_TIMEOUT_S):
             _log.warning("the offload worker waits for a copy to end")
-        self._reports.answer_all(self._failure)
-        if self._jobs.reports_contents:
-            self._reports.send([ContentsChanged(is_cleared=True)])
+        self._snapshot = OffloadSnapshot(self._snapshot.usage)
+        cleared = [ContentsChanged(is_cleared=True)] if self._jobs.reports_contents else []
+        return [*self._answers(), *cleared]
+
+    def _answers(self) -> list[OffloadEvent]:
         self._end_waits()
-        while not self._is_closing:
-            match self._inbox.get():
-                case _Batch(commands):
-                    self._reports.expect(commands)
-                    self._reports.answer_all(self._failure)
-                case threading.Event() as is_idle:
-                    is_idle.set()
+        return self._unanswered.answers(self._failure)
 
     def _end_waits(self) -> None:
         while self._waiting:
             self._waiting.pop().set()
 
-    def _close_parts(self) -> None:
-        self._runner.close(CLOSE_TIMEOUT_S, 0.0 if self._failure else CLOSE_TIMEOUT_S / 2)
 
+@dataclass(slots=True)
+class _Unanswered:
+    """What the engine waits for. If the jobs fail, at any line, `answers` answers all of it."""
 
-def _note_trouble(tier: str, result: TaskResult) -> None:
-    if result.reason:
-        operation = "stored" if isinstance(result, StoreResult) else "loaded"
-        log_trouble(operation, tier, result.reason)
+    _loads: set[str] = field(default_factory=set)
+    _last_store: int = 0
+
+    def add(self, commands: Sequence[WorkerCommand]) -> None:
+        for command in commands:
+            match command:
+                case LoadChunks(request):
+                    self._loads.add(request)
+                case StoreChunks(number=number):
+                    self._last_store = max(self._last_store, number)
+
+    def remove(self, events: Sequence[OffloadEvent]) -> None:
+        for event in events:
+            if isinstance(event, LoadEnded):
+                self._loads.discard(event.request)
+
+    def answers(self, failure: str) -> list[OffloadEvent]:
+        """All loads have failed, and no copy reads the blocks of a store."""
+        events: list[OffloadEvent] = [
+            StoresCopied(self._last_store),
+            *(LoadEnded(request, failure) for request in sorted(self._loads)),
+        ]
+        self.remove(events)
+        return events

@@ -68,7 +68,9 @@ class CopyingTransport(LinkedTransport[AnyLinkT, CopyTransfer[AnyLinkT]]):
         transfer = CopyTransfer(self._next_handle(), link, operation, grant_id)
         remote = self._views_of(link, operation)
         copies = [
-            RegionCopy(part, self._views[part.local_region], remote[part.remote_region], operation)
+            RegionCopy.of(
+                part, self._views[part.local_region], remote[part.remote_region], operation
+            )
             for part in segments
         ]
         transfer.slices = copy_in_slices(copies, self._copier)

@@ -198,8 +198,9 @@ class WorkerThread(Generic[Command, Event, Snapshot]):
             late_commands=self._take_commands,
             engine_seen_at=self._engine_seen_at,
         )
-        self._snapshot = self._worker.snapshot()
+        # In this order: if the snapshot shows no more work, all events can be taken.
         self._outbox.extend(events)
+        self._snapshot = self._worker.snapshot()
         if self._worker.wakes_engine(events, self._engine_seen_at):
             self._wake_engine()
 

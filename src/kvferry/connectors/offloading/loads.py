@@ -5,16 +5,16 @@ A load only saves computation: when it fails, the engine computes the prompt, wh
 left of the prefix.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvferry.connectors.contract import KVCacheGroup, Request
 from kvferry.connectors.offloading.break_even import BreakEven
 from kvferry.connectors.offloading.lookup import Hit, Pending, TierLookup
-from kvferry.connectors.offloading.metadata import FailedLoad, OffloadStats
+from kvferry.connectors.offloading.metadata import EndStores, OffloadStats
 from kvferry.connectors.offloading.requests import BlockTables, LoadState, TrackedRequest
+from kvferry.tiers.backoff import log_trouble
 from kvferry.tiers.base import ObjectKey
-from kvferry.tiers.commands import POOL, CancelLoad, LoadChunks, OffloadCommand
-from kvferry.tiers.trouble_log import log_trouble
+from kvferry.tiers.commands import POOL, CancelLoad, LoadChunks, LoadEnded, OffloadCommand
 
 
 class RequestLoads:
@@ -26,7 +26,7 @@ class RequestLoads:
         chunk_tokens: int,
         max_loads: int,
         break_even: BreakEven | None,
-        commands: list[OffloadCommand],
+        commands: list[OffloadCommand | EndStores],
     ) -> None:
         self._groups = groups
         self._chunk_tokens = chunk_tokens
@@ -146,10 +146,11 @@ class RequestLoads:
         state.num_loads_left -= 1
         self._commands.append(LoadChunks(tracked.request_id, chunks))
 
-    def note_failures(self, failed: Mapping[str, FailedLoad]) -> None:
+    def note_failures(self, loads: Iterable[LoadEnded]) -> None:
         """Note the chunks that were missing on some rank, until all ranks have ended the load."""
-        for request_id, load in failed.items():
-            self._missing[request_id] = self._missing.get(request_id, ()) + load.missing
+        for load in loads:
+            if load.missing:
+                self._missing[load.request] = self._missing.get(load.request, ()) + load.missing
 
     def end(self, request_id: str, tracked: TrackedRequest | None, *, has_failed: bool) -> None:
         """All ranks have ended a load. `tracked` is None if the request has ended before."""

@@ -21,7 +21,7 @@ from kvferry.tiers.backoff import StorageFailed
 from kvferry.tiers.base import ObjectKeys, Tier
 from kvferry.tiers.commands import POOL
 from kvferry.tiers.pool.reader import PoolReader
-from kvferry.tiers.threads import TaskThreads
+from kvferry.tiers.task_runner import TaskThreads
 
 NUM_THREADS = 4
 CLOSE_TIMEOUT_S = 1.0

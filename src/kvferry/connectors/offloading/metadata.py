@@ -12,17 +12,27 @@ from kvferry.connectors.contract import (
     KVConnectorWorkerMetadata,
 )
 from kvferry.connectors.stats import KVConnectorStats, add_up
-from kvferry.tiers.base import ObjectKey, TierUsage
-from kvferry.tiers.commands import ContentsChanged, OffloadCommand, TierCounts
+from kvferry.tiers.base import TierUsage
+from kvferry.tiers.commands import ContentsChanged, LoadEnded, OffloadCommand, TierCounts
 
 # -- messages --
 
 
 @dataclass(frozen=True, slots=True)
-class OffloadingMetadata(KVConnectorMetadata):
-    """The commands of one step for the offload worker of every rank, in order."""
+class EndStores:
+    """The request has finished: give its blocks back when no copy reads the blocks of any store up
+    to this number any more.
+    """
 
-    commands: tuple[OffloadCommand, ...] = ()
+    request: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadingMetadata(KVConnectorMetadata):
+    """The commands of one step for every rank, in order."""
+
+    commands: tuple[OffloadCommand | EndStores, ...] = ()
     timed_step: int | None = None
     """The number of the step if the scheduler measures how long the step takes."""
 
@@ -38,27 +48,12 @@ class OffloadingHandshakeMetadata(KVConnectorHandshakeMetadata):
     """The size of a chunk in each KV-cache group."""
 
 
-@dataclass(frozen=True, slots=True)
-class FailedLoad:
-    reason: str
-    missing: tuple[ObjectKey, ...] = ()
-    """The chunks that no tier could provide."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadTime:
-    """How long one rank took to load, and how much came from each tier."""
-
-    seconds: float
-    bytes_by_tier: Mapping[str, int]
-
-
 @dataclass(slots=True)
 class OffloadingWorkerMetadata(KVConnectorWorkerMetadata):
     """What the ranks report to the scheduler besides finished transfers."""
 
-    failed: dict[str, FailedLoad] = field(default_factory=dict)
-    times: list[LoadTime] = field(default_factory=list)
+    loads: list[LoadEnded] = field(default_factory=list)
+    """The loads that ranks have ended."""
     copied: dict[int, int] = field(default_factory=dict)
     """By rank: no copy reads the blocks of any store up to this number (`StoresCopied`)."""
     timed_step: int | None = None
@@ -71,7 +66,7 @@ class OffloadingWorkerMetadata(KVConnectorWorkerMetadata):
     @property
     def is_empty(self) -> bool:
         return (
-            not (self.failed or self.times or self.copied or self.busy or self.contents)
+            not (self.loads or self.copied or self.busy or self.contents)
             and self.timed_step is None
         )
 
@@ -80,13 +75,8 @@ class OffloadingWorkerMetadata(KVConnectorWorkerMetadata):
         that has failed with that of the next step.
         """
         assert isinstance(other, OffloadingWorkerMetadata)
-        failed = dict(self.failed)
-        for request, load in other.failed.items():
-            known = failed.get(request, FailedLoad(load.reason))
-            failed[request] = FailedLoad(known.reason, (*known.missing, *load.missing))
         return OffloadingWorkerMetadata(
-            failed,
-            [*self.times, *other.times],
+            [*self.loads, *other.loads],
             self.copied | other.copied,
             self.timed_step if other.timed_step is None else other.timed_step,
             self.busy | other.busy,

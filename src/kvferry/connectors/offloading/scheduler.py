@@ -22,6 +22,7 @@ from kvferry.connectors.offloading.break_even import BreakEven
 from kvferry.connectors.offloading.events import DescribeBlocks, KVEvent, KVEventLog
 from kvferry.connectors.offloading.loads import RequestLoads
 from kvferry.connectors.offloading.metadata import (
+    EndStores,
     OffloadingHandshakeMetadata,
     OffloadingMetadata,
     OffloadingWorkerMetadata,
@@ -51,7 +52,7 @@ class OffloadingScheduler:
         self._clock = clock
         self._chunk_tokens = extra.blocks_of_chunk(cache.block_size) * cache.block_size
         self._has_holes = any(group.has_local_attention for group in cache.groups)
-        self._commands: list[OffloadCommand] = []
+        self._commands: list[OffloadCommand | EndStores] = []
         """Filled by all parts, and sent with the next step."""
         self._break_even = BreakEven() if extra.break_even else None
         max_loads = 2 if cache.admits_second_load else 1
@@ -196,12 +197,12 @@ class OffloadingScheduler:
         self._stores.note_freed(output.finished_sending)
 
     def _take_worker_metadata(self, metadata: OffloadingWorkerMetadata) -> None:
-        self._loads.note_failures(metadata.failed)
+        self._loads.note_failures(metadata.loads)
         self._stores.note_copied(metadata.copied)
         self._busy |= metadata.busy
         if self._break_even is not None:
-            for load_time in metadata.times:
-                self._break_even.note_load(load_time.seconds, load_time.bytes_by_tier)
+            for load in metadata.loads:
+                self._break_even.note_load(load.seconds, load.bytes_by_tier)
         if self._event_log is not None:
             for rank, change in metadata.contents:
                 self._event_log.note_report(rank, change)

@@ -12,10 +12,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.connectors.contract import KVCacheGroup, Request, ScheduledSlice
+from kvferry.connectors.offloading.metadata import EndStores
 from kvferry.connectors.offloading.requests import BlockTables, TrackedRequest
 from kvferry.protocol.tickets import HOLE
 from kvferry.tiers.base import ObjectKey
-from kvferry.tiers.commands import EndStores, OffloadCommand, StoreChunks, VoidStores
+from kvferry.tiers.commands import OffloadCommand, StoreChunks, VoidStores
 
 
 @dataclass(slots=True)
@@ -57,7 +58,7 @@ class RequestStores:
         groups: Sequence[KVCacheGroup],
         chunk_tokens: int,
         seen: SeenChunks,
-        commands: list[OffloadCommand],
+        commands: list[OffloadCommand | EndStores],
         *,
         prompt_only: bool,
     ) -> None:
@@ -135,7 +136,7 @@ class RequestStores:
 
     def finish(self, tracked: TrackedRequest, request: Request, tables: BlockTables) -> bool:
         """Offer the last chunks of a request that has ended; whether its blocks must be kept until
-        `StoresEnded` is reported.
+        their copies have ended.
         """
         if self._is_copying(tracked):
             num_blocks = tracked.store.num_offered * tracked.blocks_per_chunk
@@ -150,7 +151,7 @@ class RequestStores:
         self._offer(tracked, tables, min(end, len(tracked.chain)))
         if not self._is_copying(tracked):
             return False
-        self._commands.append(EndStores(tracked.request_id))
+        self._commands.append(EndStores(tracked.request_id, tracked.store.last_store))
         self._ending.add(tracked.request_id)
         return True
 

@@ -5,6 +5,7 @@ Runs on the worker process's main thread and never blocks there.
 """
 
 import logging
+import threading
 from collections.abc import Callable, Mapping
 
 from kvferry.config import OffloadingExtraConfig
@@ -16,20 +17,30 @@ from kvferry.connectors.contract import (
 )
 from kvferry.connectors.geometry import geometry_of
 from kvferry.connectors.offloading.metadata import (
-    FailedLoad,
-    LoadTime,
+    EndStores,
     OffloadingHandshakeMetadata,
     OffloadingMetadata,
     OffloadingWorkerMetadata,
     OffloadStats,
 )
 from kvferry.connectors.offloading.settings import chunk_namespace, open_pool, open_tiers
+from kvferry.errors import KVFerryError
 from kvferry.tiers.base import TierUsage
-from kvferry.tiers.commands import POOL, ContentsChanged, LoadEnded, StoresCopied, StoresEnded
+from kvferry.tiers.commands import (
+    POOL,
+    ContentsChanged,
+    LoadEnded,
+    OffloadEvent,
+    StoresCopied,
+    TiersCounted,
+)
 from kvferry.tiers.jobs.contents import TierContents
 from kvferry.tiers.jobs.jobs import OffloadJobs
-from kvferry.tiers.worker import OffloadWorker
+from kvferry.tiers.worker import STOP_TIMEOUT_S, OffloadSnapshot, OffloadWorker, WorkerCommand
 from kvferry.transports.base import EngineStream, HostStream
+from kvferry.worker.thread import WorkerThread
+
+OffloadThread = WorkerThread[WorkerCommand, OffloadEvent, OffloadSnapshot]
 
 _log = logging.getLogger(__name__)
 
@@ -43,13 +54,18 @@ class OffloadingWorker:
         self._config = config
         self._cache = cache
         self._extra = extra
-        self._worker: OffloadWorker | None = None
+        self._thread: OffloadThread | None = None
         self._handshake: OffloadingHandshakeMetadata | None = None
         self._wake_engine: Callable[[], None] | None = None
         self._order: EngineStream = HostStream()
         self._worker_metadata = OffloadingWorkerMetadata()
+        self._stats = OffloadStats()
         self._reported: dict[str, TierUsage] = {}
         self._was_busy = False
+        self._ending: list[EndStores] = []
+        """Finished requests whose blocks are still being copied."""
+        self._num_copied = 0
+        """No copy reads the blocks of any store up to this number."""
 
     def register_kv_caches(self, kv_caches: Mapping[str, KVTensor]) -> None:
         """Open the host pool and the tiers, and start the offload worker."""
@@ -74,10 +90,11 @@ class OffloadingWorker:
             contents=TierContents() if self._config.publishes_kv_events else None,
         )
         name = f"kvferry-offload{rank}"
-        self._worker = OffloadWorker(jobs, pool, tiers, copier, self._extra.io_threads, name)
+        worker = OffloadWorker(jobs, pool, tiers, copier, self._extra.io_threads, name)
+        self._thread = OffloadThread(worker, name)
         if self._wake_engine is not None:
-            self._worker.set_wakeup(self._wake_engine)
-        self._worker.start()
+            self._thread.set_wakeup(self._wake_engine)
+        self._thread.start()
         self._handshake = OffloadingHandshakeMetadata(rank, namespace.factors, row_bytes)
         _log.info(
             "tiers open tiers=%s rows=%d row_bytes=%d namespace=%s rank=%d",
@@ -90,7 +107,10 @@ class OffloadingWorker:
 
     def unregister_kv_caches(self) -> None:
         # The copier only knows addresses, which stay the same.
-        self._running_worker().wait_idle()
+        is_idle = threading.Event()
+        self._running().submit([is_idle])
+        if not is_idle.wait(STOP_TIMEOUT_S):
+            raise KVFerryError(f"the offload worker was not idle within {STOP_TIMEOUT_S:g} s")
 
     def restore_kv_caches(self) -> None:
         return None
@@ -100,40 +120,47 @@ class OffloadingWorker:
 
     def set_wakeup(self, wake: Callable[[], None]) -> None:
         self._wake_engine = wake
-        if self._worker is not None:
-            self._worker.set_wakeup(wake)
+        if self._thread is not None:
+            self._thread.set_wakeup(wake)
 
     def start_load_kv(self, metadata: OffloadingMetadata) -> None:
         self._worker_metadata.timed_step = metadata.timed_step
-        if metadata.commands:
-            self._running_worker().submit(metadata.commands, self._order.mark())
+        ended = [command for command in metadata.commands if isinstance(command, EndStores)]
+        self._ending += ended
+        if len(ended) < len(metadata.commands):
+            commands = [each for each in metadata.commands if not isinstance(each, EndStores)]
+            self._running().submit(commands, self._order.mark())
 
     def get_transfer_results(self) -> KVConnectorTransferResults:
         results = KVConnectorTransferResults()
-        for event in self._running_worker().take_events():
+        for event in self._running().take_events():
             match event:
-                case StoresEnded(request):
-                    results.finished_sending.add(request)
                 case StoresCopied(number):
+                    self._num_copied = number
                     self._worker_metadata.copied[self._config.parallel.tp_rank] = number
+                case TiersCounted(counts):
+                    self._stats.add_tiers(counts)
                 case ContentsChanged():
                     report = (self._config.parallel.tp_rank, event)
                     self._worker_metadata.contents.append(report)
-                case LoadEnded(request, reason, missing, seconds, bytes_by_tier):
+                case LoadEnded(request, reason):
+                    self._worker_metadata.loads.append(event)
                     results.finished_recving.add(request)
                     if reason:
                         results.failed_recving.add(request)
                         results.failure_reasons[request] = reason
-                        self._worker_metadata.failed[request] = FailedLoad(reason, missing)
                         _log.info("load from tiers failed request=%s reason=%s", request, reason)
-                    if seconds:
-                        self._worker_metadata.times.append(LoadTime(seconds, bytes_by_tier))
+        for ended in [each for each in self._ending if each.number <= self._num_copied]:
+            self._ending.remove(ended)
+            results.finished_sending.add(ended.request)
         return results
 
     def take_worker_metadata(self) -> OffloadingWorkerMetadata | None:
         """The reports for the scheduler that `get_transfer_results` has collected."""
         metadata = self._worker_metadata
-        is_busy = self._running_worker().is_busy
+        thread = self._running()
+        # Counters that wait for `take_stats` need a step too.
+        is_busy = thread.snapshot().has_work or thread.has_events or not self._stats.is_empty()
         if is_busy != self._was_busy:
             metadata.busy[self._config.parallel.tp_rank] = self._was_busy = is_busy
         if metadata.is_empty:
@@ -142,13 +169,12 @@ class OffloadingWorker:
         return metadata
 
     def take_stats(self) -> OffloadStats | None:
-        if self._worker is None:
+        if self._thread is None:
             return None
-        stats = OffloadStats()
-        stats.add_tiers(self._worker.take_counts())
+        stats, self._stats = self._stats, OffloadStats()
         reporter = f"tp{self._config.parallel.tp_rank}"
         is_first_rank = self._config.parallel.tp_rank == 0
-        for tier, usage in self._worker.usage().items():
+        for tier, usage in self._thread.snapshot().usage.items():
             known = self._reported.get(tier)
             # Every rank has a part of the pool of its own, but all ranks share the other tiers.
             if usage != known and (tier == POOL or is_first_rank):
@@ -160,9 +186,9 @@ class OffloadingWorker:
         return None if stats.is_empty() else stats
 
     def close(self) -> None:
-        if self._worker is not None:
-            self._worker.close()
+        if self._thread is not None:
+            self._thread.close(STOP_TIMEOUT_S)
 
-    def _running_worker(self) -> OffloadWorker:
-        assert self._worker is not None, "the engine has not called register_kv_caches"
-        return self._worker
+    def _running(self) -> OffloadThread:
+        assert self._thread is not None, "the engine has not called register_kv_caches"
+        return self._thread

@@ -16,7 +16,6 @@ from kvferry.tiers.commands import (
     POOL,
     CancelLoad,
     DropAll,
-    EndStores,
     LoadChunks,
     OffloadCommand,
     StoreChunks,
@@ -75,8 +74,6 @@ class OffloadJobs:
             case StoreChunks(request, chunks, number):
                 self._pool.refresh(now)
                 self._stores.begin(request, chunks, number, now)
-            case EndStores(request):
-                self._stores.end_request(request)
             case VoidStores(request, keys):
                 self._stores.void(request, keys)
             case LoadChunks(request, chunks):

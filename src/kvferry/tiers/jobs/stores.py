@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from kvferry.tiers.base import ObjectKey, StoreOutcome, StoreResult
-from kvferry.tiers.commands import POOL, Chunk, Chunks, StoresCopied, StoresEnded
+from kvferry.tiers.commands import POOL, Chunk, Chunks, StoresCopied
 from kvferry.tiers.jobs.base import CopyResult, JobOutbox, JobRows, StoreEntry, StoreRows, batches
 from kvferry.transports.base import RowBlocks
 
@@ -116,15 +116,13 @@ class _Copy:
 
 @dataclass(slots=True)
 class StoreJobs:
-    """The copies out of the cache that have not ended, and the requests that wait for them."""
+    """The copies out of the cache that have not ended."""
 
     rows: JobRows
     entries: EntryStores
     outbox: JobOutbox
     _copies: dict[int, _Copy] = field(default_factory=dict, init=False)
     """By task."""
-    _ending: set[str] = field(default_factory=set, init=False)
-    """Finished requests whose blocks are still being copied."""
     _last_store: int = field(default=0, init=False)
     _num_copied: int = field(default=0, init=False)
     """No copy reads the blocks of any store up to this number."""
@@ -136,11 +134,6 @@ class StoreJobs:
         for batch in batches(reserved, lambda pair: self.rows.size(pair[0]), MAX_COPY_BYTES):
             self._start_copy(request, number, batch)
         self._report_copied()
-
-    def end_request(self, request: str) -> None:
-        """Report `StoresEnded` as soon as no copy reads blocks of the request."""
-        self._ending.add(request)
-        self._check_ending(request)
 
     def void(self, request: str, keys: Collection[ObjectKey]) -> None:
         """Do not publish these chunks of a request, or all if there are no keys."""
@@ -166,7 +159,6 @@ class StoreJobs:
                 count(POOL, "stored_bytes", self.rows.size(chunk))
                 self.entries.begin(chunk, row, now)
                 self.rows.release(chunk.key)
-        self._check_ending(copy.request)
         self._report_copied()
 
     def _reserve_rows(self, chunks: Chunks, now: float) -> Iterator[tuple[Chunk, int]]:
@@ -217,9 +209,3 @@ class StoreJobs:
         if num_copied > self._num_copied:
             self._num_copied = num_copied
             self.outbox.report(StoresCopied(num_copied))
-
-    def _check_ending(self, request: str) -> None:
-        is_copying = any(copy.request == request for copy in self._copies.values())
-        if request in self._ending and not is_copying:
-            self._ending.discard(request)
-            self.outbox.report(StoresEnded(request))

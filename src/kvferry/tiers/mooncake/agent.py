@@ -1,57 +1,42 @@
 """The agent: a process that makes the calls to Mooncake Store for one tier.
 
-    python -m kvferry.tiers.mooncake.agent SETTINGS
+    python -m kvferry.tiers.mooncake.agent FILES SETTINGS
 
-Mooncake's client may end its process or hold the GIL for minutes (decision 056), so no engine loads
-it. The tier starts this process and talks to it by *lanes*: a socket for one call at a time, and
-memory that both processes map. A message on such a socket arrives whole or not at all. One thread
-serves each lane. The main thread connects to the master, and ends the process when the tier has
-closed the control pipe or its process is gone.
+The tier starts it and talks to it by *lanes*: a channel of `mooncake_process.py`, and memory that
+both processes map. The main thread connects to the master.
 
-This is the only module that imports mooncake.
+This is the only module of the tier that imports mooncake.
 """
 
 import ctypes
 import mmap
-import os
 import signal
 import socket
 import sys
-import threading
-import traceback
-from contextlib import suppress
+from collections.abc import Callable
 from enum import StrEnum
-from multiprocessing.connection import Connection
+from selectors import BaseSelector
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvferry.mooncake_process import AgentWork, run_agent
+from kvferry.types import Address
+
 if TYPE_CHECKING:
     from mooncake.store import MooncakeDistributedStore
 
-POLL_S = 1.0
 CONNECT_S = 1.0
 SETUP_S = 15
 """Without lent memory; each gigabyte of it may take a second more to allocate and pin."""
 CLOSE_S = 5
-MAX_CALL_BYTES = 128 * 1024
 LOCAL_BUFFER_BYTES = 16 * 1024 * 1024
 """What Mooncake's client uses for calls that we do not make; it needs some."""
 
 
-class LaneFiles(msgspec.Struct, frozen=True):
-    """The file descriptors that the agent inherits for one lane."""
-
-    socket: int
-    memory: int
-
-
 class AgentSettings(msgspec.Struct, frozen=True):
-    """The agent's argument, as JSON."""
-
-    parent: int
-    control: int
-    lanes: list[LaneFiles]
+    memories: list[int]
+    """The file with the memory of each lane, which the agent inherits."""
     master_host: str
     master_port: int
     metadata_server: str
@@ -86,19 +71,31 @@ class Call(msgspec.Struct, frozen=True):
     """How many bytes of the lane's memory belong to the call."""
 
 
-class _Client:
+class _StoreCalls(AgentWork):
     """Mooncake's client. The main thread connects it; then any thread may call it."""
 
     def __init__(self, settings: AgentSettings) -> None:
         self._settings = settings
         self.store: MooncakeDistributedStore | None = None
 
-    def connect(self) -> None:
-        """Try once to connect; `store` is None if the master cannot be reached. Ends the process if
-        Mooncake refuses: the tier starts another one.
+    def load(self) -> None:
+        import mooncake.store  # noqa: F401
+
+    def start(self, selector: BaseSelector) -> None:
+        # Before the first call, which waits for the first attempt to connect.
+        self.tick()
+
+    def caller(self, number: int) -> Callable[[bytes], list[int]]:
+        return _Lane(self, self._settings.memories[number]).answer
+
+    def tick(self) -> None:
+        """Try to connect, unless the client is connected; `store` is None if the master cannot be
+        reached. Ends the process if Mooncake refuses: the tier starts another one.
         """
         from mooncake.store import MooncakeDistributedStore
 
+        if self.store is not None:
+            return
         wanted = self._settings
         master = (wanted.master_host, wanted.master_port)
         try:
@@ -116,7 +113,7 @@ class _Client:
             LOCAL_BUFFER_BYTES,
             wanted.protocol,
             wanted.device_name,
-            _joined(wanted.master_host, wanted.master_port),
+            str(Address(*master)),
         )
         signal.alarm(0)
         if code != 0:
@@ -130,34 +127,17 @@ class _Client:
             self.store.close()
 
 
-class _Lane(threading.Thread):
-    """Serves the calls of one lane until the tier closes it."""
+class _Lane:
+    """Makes the calls of one lane, and maps its memory."""
 
-    def __init__(self, client: _Client, files: LaneFiles) -> None:
-        super().__init__(daemon=True)
-        self._client = client
-        self._socket = socket.socket(fileno=files.socket)
-        self._file = files.memory
+    def __init__(self, calls: _StoreCalls, file: int) -> None:
+        self._calls = calls
+        self._file = file
         self._memory: ctypes.Array[ctypes.c_char] | None = None
 
-    def run(self) -> None:
-        # The tier closes the socket, also during a call.
-        with suppress(OSError):
-            while message := self._socket.recv(MAX_CALL_BYTES):
-                self._socket.send(self._answer_or_exit(message))
-
-    def _answer_or_exit(self, message: bytes) -> bytes:
-        try:
-            answer = self._answer(msgspec.msgpack.decode(message, type=Call))
-            return msgspec.msgpack.encode(answer)
-        # Top of a call: the tier notices the end of the process and starts another one. It would
-        # not notice the end of one thread.
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-
-    def _answer(self, call: Call) -> list[int]:
-        store = self._client.store
+    def answer(self, message: bytes) -> list[int]:
+        call = msgspec.msgpack.decode(message, type=Call)
+        store = self._calls.store
         if store is None:
             return []
         match call.operation:
@@ -193,31 +173,5 @@ class _Lane(threading.Thread):
         return ctypes.addressof(self._memory)
 
 
-def main() -> None:
-    settings = msgspec.json.decode(sys.argv[1], type=AgentSettings)
-    control = Connection(settings.control)
-    try:
-        import mooncake.store  # noqa: F401
-    except ImportError as error:
-        control.send_bytes(str(error).encode())
-        raise SystemExit(1) from None
-    control.send_bytes(b"")
-    client = _Client(settings)
-    client.connect()
-    # Only now, so that the first calls wait for the first attempt to connect.
-    for files in settings.lanes:
-        _Lane(client, files).start()
-    while not control.poll(POLL_S) and os.getppid() == settings.parent:
-        if client.store is None:
-            client.connect()
-    client.leave()
-    # Not `exit`: Mooncake's destructors would free what its threads still use.
-    os._exit(0)
-
-
-def _joined(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 if __name__ == "__main__":
-    main()
+    run_agent(_StoreCalls(msgspec.json.decode(sys.argv[2], type=AgentSettings)))

@@ -3,31 +3,19 @@
 import fcntl
 import mmap
 import os
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 
-import msgspec
-
-from kvferry.errors import MissingDependency
-from kvferry.mooncake_environment import mooncake_environment
-from kvferry.tiers.mooncake.agent import AgentSettings, Call, LaneFiles
+from kvferry.mooncake_process import MALFORMED, AgentFailed, CallChannel, MooncakeProcess
+from kvferry.tiers.mooncake.agent import AgentSettings, Call
 from kvferry.types import Address
 
 NUM_LANES = 8
-IMPORT_S = 30.0
-"""How long the agent may take to load Mooncake's libraries."""
 CLOSE_S = 7.0
 """Longer than the agent needs to take lent memory out of the store."""
-KILL_S = 5.0
-MAX_ANSWER_BYTES = 64 * 1024
 DEFAULTS = {
     # Mooncake logs a dozen lines when it starts.
     "MC_LOG_LEVEL": "ERROR",
@@ -35,6 +23,7 @@ DEFAULTS = {
     "MC_RPC_TIMEOUT_MS": "5000",
 }
 """Variables of the agent that the operator has not set."""
+MIN_WAIT_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,22 +38,13 @@ class MooncakePlace:
     lent_bytes: int = 0
 
 
-ENDED = "the process that calls Mooncake has ended"
-MALFORMED = "the process that calls Mooncake gave a malformed answer"
-MIN_WAIT_S = 0.001
-
-
-class AgentFailed(Exception):
-    """The agent did not answer. The text is a sentence for the log."""
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Lane:
     """One call at a time. The thread that took the lane from `AgentProcess` owns it."""
 
-    channel: socket.socket
+    channel: CallChannel
     file: int
-    generation: int
+    process: MooncakeProcess
     is_overdue: bool = False
     """The agent has not answered the last call properly, and may still use the memory."""
     _memory: memoryview = field(default_factory=lambda: memoryview(b""))
@@ -82,18 +62,11 @@ class Lane:
     def call(self, call: Call, until: float) -> list[int]:
         """Make one call. `until` is in seconds of `time.monotonic`."""
         self.is_overdue = True
+        self.channel.send(call)
         try:
-            # A call is smaller than the socket's buffer, which is empty: this never waits.
-            self.channel.send(msgspec.msgpack.encode(call))
-            self.channel.settimeout(max(MIN_WAIT_S, until - time.monotonic()))
-            message = self.channel.recv(MAX_ANSWER_BYTES)
-            answer = msgspec.msgpack.decode(message, type=list[int])
+            answer = self.channel.receive(list[int], max(MIN_WAIT_S, until - time.monotonic()))
         except TimeoutError:
             raise AgentFailed("Mooncake did not answer in time") from None
-        except OSError:
-            raise AgentFailed(ENDED) from None
-        except msgspec.MsgspecError:
-            raise AgentFailed(MALFORMED if message else ENDED) from None
         if len(answer) not in (0, len(call.names)):
             raise AgentFailed(MALFORMED)
         self.is_overdue = False
@@ -101,9 +74,9 @@ class Lane:
 
     def reclaim(self) -> bool:
         """Take a late answer. Whether the lane can be used again."""
-        with suppress(OSError):
-            self.channel.settimeout(0)
-            self.is_overdue = not self.channel.recv(MAX_ANSWER_BYTES)
+        with suppress(TimeoutError, AgentFailed):
+            self.channel.receive(list[int], 0)
+            self.is_overdue = False
         return not self.is_overdue
 
     def close(self) -> None:
@@ -120,12 +93,15 @@ class AgentProcess:
         """Raises `MissingDependency` if the agent cannot load Mooncake. Connects to nothing."""
         self._place = place
         self._changed = threading.Condition()
-        self._generation = 0
         self._idle: list[Lane] = []
         self._overdue: list[Lane] = []
         self._is_closed = False
-        self._process, self._control = self._start()
-        self._check_import()
+        self._process = self._start()
+        try:
+            self._process.check_started("tier")
+        except BaseException:
+            self._close_lanes()
+            raise
 
     @contextmanager
     def lane(self, until: float) -> Iterator[Lane]:
@@ -134,7 +110,7 @@ class AgentProcess:
             yield lane
         finally:
             with self._changed:
-                if lane.generation != self._generation or self._is_closed:
+                if lane.process is not self._process or self._is_closed:
                     lane.close()
                 else:
                     (self._overdue if lane.is_overdue else self._idle).append(lane)
@@ -148,12 +124,8 @@ class AgentProcess:
             self._is_closed = True
             self._close_lanes()
             self._changed.notify_all()
-        self._control.close()
-        try:
-            # Without lent memory there is nothing to take out of the store.
-            self._process.wait(CLOSE_S if self._place.lent_bytes else 0)
-        except subprocess.TimeoutExpired:
-            self._end_process()
+        # Without lent memory there is nothing to take out of the store.
+        self._process.close(CLOSE_S if self._place.lent_bytes else 0)
 
     def _take(self, until: float) -> Lane:
         with self._changed:
@@ -168,95 +140,59 @@ class AgentProcess:
 
     def _renew(self) -> None:
         """Make lanes usable again, if possible."""
-        if self._process.poll() is None:
+        if self._process.is_running:
             for lane in [lane for lane in self._overdue if lane.reclaim()]:
                 self._overdue.remove(lane)
                 self._idle.append(lane)
             if len(self._overdue) < NUM_LANES:
                 return
-        self._end_process()
-        self._control.close()
+        self._process.kill()
+        self._process.close()
         self._close_lanes()
         try:
-            self._process, self._control = self._start()
+            self._process = self._start()
         except OSError as error:
-            self._close_lanes()
             raise AgentFailed(
                 f"the process that calls Mooncake cannot be started: {error.strerror}"
             ) from None
         self._changed.notify_all()
 
-    def _start(self) -> tuple[subprocess.Popen[bytes], Connection]:
-        self._generation += 1
-        control, agent_control = Pipe()
-        agent_sockets, files = [], []
-        for _ in range(NUM_LANES):
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            file = os.memfd_create("kvferry-mooncake", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            # A shorter file would end this process at its next access to the memory.
-            fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-            self._idle.append(Lane(ours, file, self._generation))
-            agent_sockets.append(theirs)
-            files.append(LaneFiles(theirs.fileno(), file))
+    def _start(self) -> MooncakeProcess:
+        files: list[int] = []
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         place = self._place
-        settings = AgentSettings(
-            parent=os.getpid(),
-            control=agent_control.fileno(),
-            lanes=files,
-            master_host=place.master.host,
-            master_port=place.master.port,
-            metadata_server=place.metadata_server,
-            protocol=place.protocol,
-            device_name=place.device_name,
-            host=place.host,
-            lent_bytes=place.lent_bytes,
-        )
         try:
-            process = subprocess.Popen(
-                # -P: a folder `mooncake` in the working directory must not be imported.
-                [sys.executable, "-P", "-m", "kvferry.tiers.mooncake.agent", _json(settings)],
-                pass_fds=[
-                    settings.control,
-                    *(n for lane in files for n in (lane.socket, lane.memory)),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env=mooncake_environment(os.environ, DEFAULTS),
-                # Ctrl-C in a terminal is for the engine, which then closes the tier.
-                start_new_session=True,
+            for _ in range(NUM_LANES):
+                files.append(os.memfd_create("kvferry-mooncake", flags))
+                # A shorter file would end this process at its next access to the memory.
+                fcntl.fcntl(files[-1], fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+            process = MooncakeProcess(
+                "kvferry.tiers.mooncake.agent",
+                AgentSettings(
+                    memories=files,
+                    master_host=place.master.host,
+                    master_port=place.master.port,
+                    metadata_server=place.metadata_server,
+                    protocol=place.protocol,
+                    device_name=place.device_name,
+                    host=place.host,
+                    lent_bytes=place.lent_bytes,
+                ),
+                num_channels=NUM_LANES,
+                files=files,
+                defaults=DEFAULTS,
             )
-        finally:
-            agent_control.close()
-            for each in agent_sockets:
-                each.close()
-        return process, control
-
-    def _check_import(self) -> None:
-        problem = f"it takes longer than {IMPORT_S:g} s"
-        try:
-            if self._control.poll(IMPORT_S):
-                problem = self._control.recv_bytes().decode()
-        except (EOFError, OSError):
-            problem = "it ends the process that loads it"
-        if problem:
-            self.close()
-            raise MissingDependency(
-                f"the tier mooncake cannot load Mooncake ({problem}); install it with: "
-                "pip install 'kvferry[mooncake]', and the system's libibverbs (Debian: "
-                "apt-get install libibverbs1)"
-            )
+        except OSError:
+            for file in files:
+                os.close(file)
+            raise
+        self._idle = [
+            Lane(channel, file, process)
+            for channel, file in zip(process.channels, files, strict=True)
+        ]
+        return process
 
     def _close_lanes(self) -> None:
         for lane in (*self._idle, *self._overdue):
             lane.close()
         self._idle, self._overdue = [], []
-
-    def _end_process(self) -> None:
-        self._process.kill()
-        # A process that hangs in a driver ends when the driver lets it.
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(KILL_S)
-
-
-def _json(settings: AgentSettings) -> str:
-    return msgspec.json.encode(settings).decode()

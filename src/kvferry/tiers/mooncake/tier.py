@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from kvferry.mooncake_process import AgentFailed
 from kvferry.tiers.backoff import StorageFailed, StorageHealth, StorageNotAsked
 from kvferry.tiers.base import (
     LoadOutcome,
@@ -29,7 +30,7 @@ from kvferry.tiers.base import (
 from kvferry.tiers.envelope import HEADER_BYTES, Envelope, Refusal
 from kvferry.tiers.keys import Namespace
 from kvferry.tiers.mooncake.agent import Call, Operation
-from kvferry.tiers.mooncake.agent_process import AgentFailed, AgentProcess, Lane, MooncakePlace
+from kvferry.tiers.mooncake.agent_process import AgentProcess, Lane, MooncakePlace
 
 TOLERATED_FAILURES = 2
 MAX_NAMES = 512

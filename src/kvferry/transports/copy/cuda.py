@@ -274,46 +274,45 @@ def copy_by_torch(
             torch.from_numpy(side) for side in flat_addresses(table.numbers, layout)
         )
         for first in range(0, len(sources), step):
-            origins = _words_at(sources[first : first + step], words, word_bytes)
-            ends = _words_at(targets[first : first + step], words, word_bytes)
-            ends.memory[ends.indices] = origins.memory[origins.indices]
+            source, origins = _words_at(sources[first : first + step], words, word_bytes)
+            target, ends = _words_at(targets[first : first + step], words, word_bytes)
+            target[ends] = source[origins]
         table.event.record(stream)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Words:
-    """Device memory as an array of words, and the indexes of the words to copy."""
-
-    memory: torch.Tensor
-    indices: torch.Tensor
-
-
 @dataclass(frozen=True, slots=True)
-class _DeviceRange:
-    """Device memory from the first to the last of some addresses, for CUDA's array interface. The
-    gaps between the addresses are not touched.
+class DeviceArray:
+    """Device memory as an array of words, in the form of CUDA's array interface. No word outside of
+    the array's elements is touched.
     """
 
     address: int
-    words: int
+    shape: tuple[int, ...]
     word_bytes: int
+    strides: tuple[int, ...] | None = None
+    """In bytes; None if the elements adjoin."""
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        typestr = "<i8" if self.word_bytes == 8 else "|u1"
         return {
-            "shape": (self.words,),
-            "typestr": typestr,
+            "shape": self.shape,
+            "strides": self.strides,
+            "typestr": f"<i{self.word_bytes}" if self.word_bytes > 1 else "|u1",
             "data": (self.address, False),
             "version": 3,
         }
 
 
-def _words_at(addresses: torch.Tensor, words: torch.Tensor, word_bytes: int) -> _Words:
+def _words_at(
+    addresses: torch.Tensor, words: torch.Tensor, word_bytes: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return device memory from the first to the last address, and the indexes of the words there
+    that belong to the addresses.
+    """
     first = int(addresses.min())
     length = (int(addresses.max()) - first) // word_bytes + len(words)
-    memory = torch.as_tensor(_DeviceRange(first, length, word_bytes), device="cuda")
-    return _Words(memory, ((addresses.cuda() - first) // word_bytes)[:, None] + words)
+    memory = torch.as_tensor(DeviceArray(first, (length,), word_bytes), device="cuda")
+    return memory, ((addresses.cuda() - first) // word_bytes)[:, None] + words
 
 
 # -- device --
@@ -331,14 +330,13 @@ class CudaDevice:
         self._copier: CudaAddressCopier | None = None
 
     def enter(self) -> None:
-        """Make the device's context current in the calling thread, once per thread."""
-        if not getattr(self._here, "has_entered", False):
-            enter_device(self.number)
-            self._here.has_entered = True
+        """Make the device's context current in the calling thread."""
+        enter_device(self.number)
 
     def work(self) -> None:
-        """Like `enter`, for the thread that makes the copies. The engine's thread may capture a
-        CUDA graph at the same time; calls of this thread must neither fail nor spoil the capture.
+        """Like `enter`, once per thread, for the thread that makes the copies. The engine's thread
+        may capture a CUDA graph at the same time; calls of this thread must neither fail nor spoil
+        the capture.
         """
         if not getattr(self._here, "is_at_work", False):
             self.enter()

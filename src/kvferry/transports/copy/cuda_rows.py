@@ -6,9 +6,8 @@ request waits for a store, so it must not take processors of the GPU from the en
 gathers the blocks of a batch in a stage on the device, which takes no time, and the copy engines
 move whole rows to the host. Each direction has streams and a thread of its own.
 
-The GPU computes the checksums of the blocks in the cache: before a
-block is stored, and after it was loaded. So a checksum covers the way over the bus and back, and
-costs no time of a CPU.
+The GPU computes the checksums of the blocks in the cache: before a block is stored, and after it
+was loaded. So a checksum covers the way over the bus and back, and costs no time of a CPU.
 
 Rows in memory that is not pinned, such as those of another engine's segment, go through a small
 pinned buffer.
@@ -19,9 +18,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 import torch
@@ -34,9 +32,10 @@ from kvferry.transports.copy.checksum import (
     checksum_key,
     powers_of_multiplier,
 )
-from kvferry.transports.copy.cuda import CudaAddressCopier, CudaCopyJob
+from kvferry.transports.copy.cuda import CudaAddressCopier, CudaCopyJob, DeviceArray
 from kvferry.transports.copy.gather import AddressCopies
-from kvferry.transports.copy.rows import regions_of, row_segments
+from kvferry.transports.copy.rows import check_block_ids, regions_of, row_segments
+from kvferry.transports.copy.segments import Offsets
 from kvferry.transports.cuda_ipc import driver as cuda_driver
 from kvferry.types import MemoryKind, Region
 
@@ -126,13 +125,8 @@ class CudaRowCopier:
         `row_segments` follow batch by batch.
         """
         for group in {row.group for row in rows}:
-            num_blocks = min(region.num_blocks for region in regions_of(group, self._regions))
             ids = [block for row in rows if row.group == group for block in row.block_ids]
-            if ids and not 0 <= min(ids) <= max(ids) < num_blocks:
-                raise LocalProtocolError(
-                    f"blocks {min(ids)} to {max(ids)} of KV-cache group {group}, which has "
-                    f"{num_blocks} blocks"
-                )
+            check_block_ids(ids, regions_of(group, self._regions))
 
     def _batches(self, rows: Sequence[RowBlocks], batch_bytes: int) -> Iterator[list[RowBlocks]]:
         """Cut rows into batches of one group and one length."""
@@ -167,10 +161,15 @@ class _Stage:
         """
         self.is_free.record(torch.cuda.current_stream(device))
 
-    def rows(self, rows: Sequence[RowBlocks], size_bytes: int) -> list[RowBlocks]:
-        """The same rows in this memory, one behind the other."""
-        address = self.memory.data_ptr()
-        return [replace(row, address=address + n * size_bytes) for n, row in enumerate(rows)]
+
+def _moved(rows: Sequence[RowBlocks], memory: torch.Tensor, size_bytes: int) -> list[RowBlocks]:
+    """Return the same rows in this memory, one behind the other."""
+    address = memory.data_ptr()
+    return [replace(row, address=address + n * size_bytes) for n, row in enumerate(rows)]
+
+
+_Side = tuple[Offsets, tuple[int, ...]]
+"""Offsets, and the base addresses that they are added to."""
 
 
 class _Direction:
@@ -209,12 +208,12 @@ class _Direction:
     def copy_from_cache(self, rows: Sequence[RowBlocks], size_bytes: int) -> None:
         """Start a copy to rows, and the sums of its blocks."""
         stage = self._next_stage(len(rows) * size_bytes)
-        staged = stage.rows(rows, size_bytes)
+        staged = _moved(rows, stage.memory, size_bytes)
         self._copier.wait_before_next(stage.is_free)
         job = self._copier.start(
             [
-                AddressCopies(size, blocks, hosts, caches, offsets)
-                for size, caches, offsets, blocks, hosts in self._places(staged)
+                AddressCopies(size, blocks[0], hosts[0], blocks[1], hosts[1])
+                for size, blocks, hosts in self._places(staged)
             ]
         )
         job.make_wait(self._stream)
@@ -226,8 +225,8 @@ class _Direction:
         """Start a copy from rows, and then the sums of the blocks."""
         self._job = self._copier.start(
             [
-                AddressCopies(size, hosts, blocks, offsets, caches)
-                for size, caches, offsets, blocks, hosts in self._places(rows)
+                AddressCopies(size, hosts[0], blocks[0], hosts[1], blocks[1])
+                for size, blocks, hosts in self._places(rows)
             ]
         )
         self._job.make_wait(self._sums.stream)
@@ -260,33 +259,22 @@ class _Direction:
         self._stages.append(stage)
         return stage
 
-    def _places(self, rows: Sequence[RowBlocks]) -> Iterator[tuple[Any, ...]]:
-        """For regions of one size and stride: the size of a block, the regions' addresses, their
-        offsets in a row's block, and the offsets of all blocks in cache and host.
+    def _places(self, rows: Sequence[RowBlocks]) -> Iterator[tuple[int, _Side, _Side]]:
+        """For regions of one size and stride: the size of a block, and where all blocks are in the
+        cache and in the rows.
         """
         regions = regions_of(rows[0].group, self._regions)
-        total = sum(region.block_bytes for region in regions)
-        ends = np.cumsum([region.block_bytes for region in regions])
+        ends = np.cumsum([region.block_bytes for region in regions]).tolist()
         ids = np.array([row.block_ids for row in rows], np.int64)
-        nth = np.arange(ids.shape[1], dtype=np.int64) * total
+        nth = np.arange(ids.shape[1], dtype=np.int64) * ends[-1]
         hosts = (np.array([row.address for row in rows], np.int64)[:, None] + nth).ravel()
-        placed = [
-            (
-                (region.block_bytes, region.stride_bytes),
-                region.address,
-                int(end) - region.block_bytes,
-            )
+        placed = sorted(
+            (region.block_bytes, region.stride_bytes, region.address, end - region.block_bytes)
             for region, end in zip(regions, ends, strict=True)
-        ]
-        for (size, stride), alike in groupby(sorted(placed), lambda place: place[0]):
-            same = list(alike)
-            yield (
-                size,
-                tuple(address for _, address, _ in same),
-                tuple(offset for _, _, offset in same),
-                (ids * stride).ravel(),
-                hosts,
-            )
+        )
+        for (size, stride), alike in groupby(placed, lambda place: place[:2]):
+            _, _, addresses, in_row = zip(*alike, strict=True)
+            yield size, ((ids * stride).ravel(), addresses), (hosts, in_row)
 
     def take_sums(self) -> list[int]:
         """Wait for all copies and sums, and return the checksums in order."""
@@ -300,8 +288,7 @@ class _Direction:
             self._bounce = torch.empty(
                 max(STAGE_BYTES, len(rows) * size_bytes), dtype=torch.uint8, pin_memory=True
             )
-        address = self._bounce.data_ptr()
-        return [replace(row, address=address + n * size_bytes) for n, row in enumerate(rows)]
+        return _moved(rows, self._bounce, size_bytes)
 
     def wait(self) -> None:
         """Wait until no copy is active, without occupying a processor."""
@@ -389,23 +376,6 @@ def _best_sum() -> SumPieces:
     return sum_pieces
 
 
-@dataclass(frozen=True, slots=True)
-class _Words:
-    """Device memory in the form of CUDA's array interface: 32-bit words."""
-
-    address: int
-    size_bytes: int
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {
-            "shape": (self.size_bytes // 4,),
-            "typestr": "<i4",
-            "data": (self.address, False),
-            "version": 3,
-        }
-
-
 def sum_pieces_by_torch(
     addresses: torch.Tensor,
     sizes: torch.Tensor,
@@ -415,7 +385,7 @@ def sum_pieces_by_torch(
 ) -> torch.Tensor:
     """The same as `copy.sum_kernel.sum_pieces`, one segment after the other."""
     sums = [
-        _sum_segment(torch.as_tensor(_Words(address, size), device=key.device), key)
+        _sum_segment(torch.as_tensor(DeviceArray(address, (size // 4,), 4), device=key.device), key)
         for address, size in zip(addresses.tolist(), sizes.tolist(), strict=True)
     ]
     return torch.cat(sums)

@@ -44,13 +44,16 @@ class AddressedMemory:
         ]
 
 
+def bytes_at(address: int, size_bytes: int) -> Bytes:
+    """Return a view of memory, which is valid only while the memory is; nothing checks that."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(address))
+
+
 def region_view(region: Region) -> Bytes:
-    """Return the bytes from the region's first block to its last. The view is valid only while the
-    memory is; nothing checks that.
-    """
+    """Return a view from the region's first block to its last."""
     if region.size_bytes <= 0:
         raise LocalProtocolError(f"region {region.name!r} is empty")
-    return np.ctypeslib.as_array((ctypes.c_uint8 * region.size_bytes).from_address(region.address))
+    return bytes_at(region.address, region.size_bytes)
 
 
 # -- copiers --
@@ -113,47 +116,39 @@ could be copied in that time.
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RegionCopy:
-    """One region's share of a transfer. The segments have been checked against both regions."""
+    """One region's share of a transfer: segments of one size, from offsets in `source` to offsets
+    in `target`. The offsets have been checked.
+    """
 
-    segments: Segments
-    local: Bytes
-    remote: Bytes
-    operation: Operation
+    source: Bytes
+    target: Bytes
+    segment_bytes: int
+    sources: Offsets
+    targets: Offsets
 
-    def ends(self) -> tuple[Bytes, Bytes]:
-        """Return the target and the source."""
-        return (
-            (self.local, self.remote)
-            if self.operation is Operation.READ
-            else (self.remote, self.local)
-        )
+    @classmethod
+    def of(cls, part: Segments, local: Bytes, remote: Bytes, operation: Operation) -> "RegionCopy":
+        ours, theirs, size = part.local_offsets, part.remote_offsets, part.segment_bytes
+        if operation is Operation.READ:
+            return cls(remote, local, size, theirs, ours)
+        return cls(local, remote, size, ours, theirs)
 
     def cut(self) -> list[tuple[Descriptors, int]]:
         """Return the slices and their sizes: coalesced, sorted by source, with the source as the
         local side of each descriptor.
         """
-        segments = self.segments
-        if self.operation is Operation.READ:
-            segments = Segments(
-                segments.remote_region,
-                segments.local_region,
-                segments.segment_bytes,
-                segments.remote_offsets,
-                segments.local_offsets,
-            )
-        descriptors = coalesce(segments)
+        descriptors = coalesce(self.segment_bytes, self.sources, self.targets)
         return [
             (part, part.total_bytes)
             for part in batches(descriptors, SLICE_BYTES, max(1, len(descriptors)))
         ]
 
     def is_cut_as(self, other: "RegionCopy") -> bool:
-        """Whether the other copy has the same offsets and operation, in another region."""
-        ours, theirs = self.segments, other.segments
+        """Whether the other copy has the same offsets, in another region."""
         return (
-            (self.operation, ours.segment_bytes) == (other.operation, theirs.segment_bytes)
-            and _are_same(ours.local_offsets, theirs.local_offsets)
-            and _are_same(ours.remote_offsets, theirs.remote_offsets)
+            self.segment_bytes == other.segment_bytes
+            and _are_same(self.sources, other.sources)
+            and _are_same(self.targets, other.targets)
         )
 
 
@@ -166,9 +161,8 @@ def copy_in_slices(copies: Iterable[RegionCopy], copier: Copier) -> Iterator[tup
     for copy in copies:
         if last is None or not copy.is_cut_as(last):
             parts, last = copy.cut(), copy
-        target, source = copy.ends()
         for descriptors, total_bytes in parts:
-            copier(target, source, descriptors)
+            copier(copy.target, copy.source, descriptors)
             yield total_bytes, len(descriptors)
 
 
@@ -269,17 +263,17 @@ class HostAddressCopier:
                 raise TransportError("a segment of this transfer leaves its region")
             if not part.num_rows or not part.size_bytes:
                 continue
-            sources, targets = (
-                _HostRange.over(part.sources, part.size_bytes),
-                _HostRange.over(part.targets, part.size_bytes),
-            )
+            first_source, source_bytes = _range_of(part.sources, part.size_bytes)
+            first_target, target_bytes = _range_of(part.targets, part.size_bytes)
             descriptors = Descriptors(
-                part.sources - sources.first,
-                part.targets - targets.first,
+                part.sources - first_source,
+                part.targets - first_target,
                 np.full(part.num_rows, part.size_bytes, np.int64),
             )
             for source_base, target_base in zip(part.source_bases, part.target_bases, strict=True):
-                self._copy(targets.at(target_base), sources.at(source_base), descriptors)
+                source = bytes_at(source_base + first_source, source_bytes)
+                target = bytes_at(target_base + first_target, target_bytes)
+                self._copy(target, source, descriptors)
         return _Done()
 
     def pause(self, seconds: float) -> None:
@@ -289,19 +283,9 @@ class HostAddressCopier:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class _HostRange:
-    """All memory from the first to the last of some offsets. The gaps between the offsets are not
-    touched.
+def _range_of(offsets: Offsets, size_bytes: int) -> tuple[int, int]:
+    """Return where the memory from the first to the last segment starts, and its size. The gaps
+    between segments are not touched.
     """
-
-    first: int
-    length: int
-
-    @classmethod
-    def over(cls, offsets: Offsets, size_bytes: int) -> "_HostRange":
-        first = int(offsets.min())
-        return cls(first, int(offsets.max()) + size_bytes - first)
-
-    def at(self, base: int) -> Bytes:
-        return np.ctypeslib.as_array((ctypes.c_uint8 * self.length).from_address(base + self.first))
+    first = int(offsets.min())
+    return first, int(offsets.max()) + size_bytes - first

@@ -50,12 +50,22 @@ def _native_module() -> Any:
 
 
 # -- driver calls --
-# Calls of the CUDA driver that every transfer makes, by the address of the driver's function:
-# compiled, or through ctypes. Both release the GIL during the call.
+# Calls of the CUDA driver that every transfer makes, by the address of the driver's function. They
+# release the GIL during the call.
 
 
-OWN_PARAMETERS = 3
-"""Parameters of the kernel that we pass: the table's address and two numbers."""
+StartKernel = Callable[
+    [
+        tuple[int, int, int],
+        tuple[int, int, int],
+        tuple[int, int, int, int],
+        tuple[int, int],
+        tuple[int, int],
+        int,
+        int,
+    ],
+    tuple[int, int],
+]
 
 
 class Kernel(NamedTuple):
@@ -77,37 +87,6 @@ def poll_with_short_sleeps(function: int, argument: int, waiting: int, seconds: 
     return answer
 
 
-def start_by_ctypes(
-    calls: tuple[int, int, int],
-    table: tuple[int, int, int],
-    kernel: tuple[int, int, int, int],
-    grid: tuple[int, int],
-    numbers: tuple[int, int],
-    stream: int,
-    event: int,
-) -> tuple[int, int]:
-    number, pointer, count = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint
-    upload = ctypes.CFUNCTYPE(ctypes.c_int, number, pointer, ctypes.c_size_t, pointer)(calls[0])
-    launch = ctypes.CFUNCTYPE(ctypes.c_int, pointer, *[count] * 7, pointer, pointer, pointer)(
-        calls[1]
-    )
-    record = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer)(calls[2])
-    function, threads, shared_bytes, num_parameters = kernel
-    values = (
-        number(table[0]),
-        *map(ctypes.c_int, numbers),
-        *[number() for _ in range(num_parameters - OWN_PARAMETERS)],
-    )
-    parameters = (pointer * len(values))(*map(ctypes.addressof, values))
-    if table[2] and (status := upload(*table, stream)):
-        return 0, int(status)
-    if status := launch(
-        function, *grid, 1, threads, 1, 1, shared_bytes, stream, ctypes.addressof(parameters), None
-    ):
-        return 1, int(status)
-    return 2, int(record(event, stream))
-
-
 poll_until: Callable[[int, int, int, float], int] = native_or("poll_until", poll_with_short_sleeps)
 """Call the function at an address, with a pointer, until the result is not `waiting` or the given
 seconds are over; returns the last result.
@@ -116,19 +95,8 @@ spin_wait: Callable[[float], None] = native_or("spin_wait", short_sleep)
 """Wait for some seconds without sleeping: a processor that sleeps for a few microseconds takes
 longer than that to wake up, and is slow at first.
 """
-start_kernel: Callable[
-    [
-        tuple[int, int, int],
-        tuple[int, int, int],
-        tuple[int, int, int, int],
-        tuple[int, int],
-        tuple[int, int],
-        int,
-        int,
-    ],
-    tuple[int, int],
-] = native_or("start_kernel", start_by_ctypes)
+start_kernel: StartKernel | None = native_or("start_kernel", None)
 """Upload a table (target, source, bytes), launch a kernel with the table and two numbers, and
 record an event, in the order of a stream. Returns which of the three calls was the last, and its
-status.
+status. None if it is not compiled here: then triton launches its kernels.
 """

@@ -3,18 +3,19 @@
 Any thread may call; the native copy runs without the GIL. See `transports.base.RowCopier`.
 """
 
-import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
+import numpy.typing as npt
 
 from kvferry.errors import LocalProtocolError
 from kvferry.transports.base import RowBlocks
 from kvferry.transports.copy.checksum import Checksums, row_checksums, segment_checksum
+from kvferry.transports.copy.gather import bytes_at
 from kvferry.transports.copy.native import native_or
-from kvferry.transports.copy.segments import MAX_ADDRESS, Bytes, Offsets
+from kvferry.transports.copy.segments import MAX_ADDRESS, Offsets
 from kvferry.types import MemoryKind, Region
 
 # -- segments of rows --
@@ -58,19 +59,24 @@ def regions_of(group: int, regions: Sequence[Region]) -> list[Region]:
     return found
 
 
+def check_block_ids(ids: npt.ArrayLike, regions: Sequence[Region]) -> None:
+    """LocalProtocolError unless every block exists in all regions of a group."""
+    ids, num_blocks = np.asarray(ids), min(region.num_blocks for region in regions)
+    if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < num_blocks:
+        raise LocalProtocolError(
+            f"blocks {ids.min()} to {ids.max()} of KV-cache group {regions[0].group}, which has "
+            f"{num_blocks} blocks"
+        )
+
+
 def _segments_of_group(
     rows: Sequence[RowBlocks], regions: Sequence[Region]
 ) -> tuple[Offsets, Offsets, Offsets, Offsets]:
     """Return cache addresses, row addresses and sizes of all segments, and each row's number of
     segments. All rows have equally many blocks of one group.
     """
-    num_blocks = min(region.num_blocks for region in regions)
     ids = np.array([row.block_ids for row in rows], np.int64)[:, :, np.newaxis]
-    if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < num_blocks:
-        raise LocalProtocolError(
-            f"blocks {ids.min()} to {ids.max()} of KV-cache group {regions[0].group}, which has "
-            f"{num_blocks} blocks"
-        )
+    check_block_ids(ids, regions)
     sizes = np.array([region.block_bytes for region in regions], np.int64)
     block_bytes = int(sizes.sum())
     row_bytes = block_bytes * ids.shape[1]
@@ -108,8 +114,8 @@ def copy_and_sum_by_numpy(
     ):
         # Another process may write to the source meanwhile: it is read once, into a buffer that
         # only this call sees.
-        copied = _memory(source, size).copy()
-        _memory(target, size)[:] = copied
+        copied = bytes_at(source, size).copy()
+        bytes_at(target, size)[:] = copied
         sums[n] = segment_checksum(copied)
 
 
@@ -154,7 +160,3 @@ class CpuRowCopier:
             sums[order] = sorted_sums
         checksums: list[int] = row_checksums(sums, segments.sizes, segments.ends).tolist()
         return checksums
-
-
-def _memory(address: int, size_bytes: int) -> Bytes:
-    return np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(address))

@@ -144,6 +144,8 @@ def start_kernel(
 
     `table` is (device address, address in pinned memory, bytes). Returns at once.
     """
+    if driver_calls.start_kernel is None:
+        raise TransportError("kvferry was installed without a compiler")
     call, status = driver_calls.start_kernel(
         _kernel_calls(), table, kernel, grid, numbers, stream, event
     )

@@ -14,13 +14,13 @@ access pinned memory like device memory: one copy for each block would cost this
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvferry.errors import ConfigError, LocalProtocolError
+from kvferry.transports.copy.cuda import DeviceArray
 from kvferry.transports.host_buffer.host import blocks_by_region
 from kvferry.types import MemoryKind, Region
 
@@ -36,25 +36,6 @@ GATHER_BYTES = 16 * 1024 * 1024
 """Most bytes that one kernel gathers: it needs as much temporary memory on the device."""
 PORTABLE_AND_MAPPED = 3
 """Flags of cudaHostRegister."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """A region in the form of CUDA's array interface: one row of words for each block."""
-
-    region: Region
-    word_bytes: int
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        region, size = self.region, self.word_bytes
-        return {
-            "shape": (region.num_blocks, region.block_bytes // size),
-            "strides": (region.stride_bytes, size),
-            "typestr": f"<i{size}" if size > 1 else "|u1",
-            "data": (region.address, False),
-            "version": 3,
-        }
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,22 +70,10 @@ class CudaHostBuffer:
         ]
 
     def save(self, blocks: Sequence[Sequence[int]]) -> Iterator[float]:
-        chosen = blocks_by_region(blocks, self._engine)
-        return self._copy(
-            [
-                _Copy(*self._rows[index][::-1], numbers, self._engine[index].block_bytes)
-                for index, numbers in chosen
-            ]
-        )
+        return self._copy(self._chosen(blocks, [(to, source) for source, to in self._rows]))
 
     def load(self, blocks: Sequence[Sequence[int]]) -> Iterator[float]:
-        chosen = blocks_by_region(blocks, self._engine)
-        return self._copy(
-            [
-                _Copy(*self._rows[index], numbers, self._engine[index].block_bytes)
-                for index, numbers in chosen
-            ]
-        )
+        return self._copy(self._chosen(blocks, self._rows))
 
     def close(self) -> None:
         """Wait for the device before the memory is unpinned: a copy that is still active would
@@ -116,8 +85,10 @@ class CudaHostBuffer:
             torch.cuda.cudart().cudaHostUnregister(self._memory[0])
 
     def _tensor(self, region: Region, other: Region) -> torch.Tensor:
-        """Return a region as a tensor. The device sees pinned memory at the same address as the
-        host does. Words have 8 bytes if both sides of the copy are aligned.
+        """Return a region as a tensor with one row of words for each block.
+
+        The device sees pinned memory at the same address as the host does. Words have 8 bytes if
+        both sides of the copy are aligned.
         """
         numbers = [
             n
@@ -125,7 +96,19 @@ class CudaHostBuffer:
             for n in (each.address, each.block_bytes, each.stride_bytes)
         ]
         word_bytes = 8 if not any(n % 8 for n in numbers) else 1
-        return torch.as_tensor(_Rows(region, word_bytes), device=self._device)
+        shape = region.num_blocks, region.block_bytes // word_bytes
+        strides = region.stride_bytes, word_bytes
+        rows = DeviceArray(region.address, shape, word_bytes, strides)
+        return torch.as_tensor(rows, device=self._device)
+
+    def _chosen(
+        self, blocks: Sequence[Sequence[int]], rows: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> list[_Copy]:
+        """Return the copies of blocks. `rows` has target and source of each region."""
+        return [
+            _Copy(*rows[index], numbers, self._engine[index].block_bytes)
+            for index, numbers in blocks_by_region(blocks, self._engine)
+        ]
 
     def _copy(self, copies: list[_Copy]) -> Iterator[float]:
         done = torch.cuda.Event()

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import LocalProtocolError
-from kvferry.transports.base import HOLE, Operation, Segments
+from kvferry.transports.base import HOLE
 from kvferry.transports.copy.gather import (
     SLICE_BYTES,
     SLICE_COST,
@@ -24,6 +24,7 @@ from kvferry.transports.copy.gather import (
     fastest_copier,
     region_view,
 )
+from kvferry.transports.copy.segments import Bytes
 from kvferry.types import MemoryKind, Region
 
 
@@ -63,41 +64,40 @@ class HostBuffer(Protocol):
     def close(self) -> None: ...
 
 
+_Views = Sequence[tuple[int, Bytes]]
+"""The stride of each region, and its bytes."""
+
+
 class CpuHostBuffer:
     """Implements `HostBuffer` for an engine whose cache is in host memory."""
 
     def __init__(self, engine: Sequence[Region], host_buffer: Sequence[Region]) -> None:
         if any(region.memory is not MemoryKind.DRAM for region in (*engine, *host_buffer)):
             raise LocalProtocolError("this host buffer is for a cache in host memory")
-        self._engine, self._host_buffer = tuple(engine), tuple(host_buffer)
-        self._views = [
-            (region_view(a), region_view(b)) for a, b in zip(engine, host_buffer, strict=True)
-        ]
+        self._regions = tuple(engine)
+        self._engine = [(region.stride_bytes, region_view(region)) for region in engine]
+        self._host_buffer = [(region.stride_bytes, region_view(region)) for region in host_buffer]
         self._copier = fastest_copier()
 
     def save(self, blocks: Sequence[Sequence[int]]) -> Iterator[float]:
-        return self._copies(blocks, Operation.READ)
+        return self._copies(blocks, self._engine, self._host_buffer)
 
     def load(self, blocks: Sequence[Sequence[int]]) -> Iterator[float]:
-        return self._copies(blocks, Operation.WRITE)
+        return self._copies(blocks, self._host_buffer, self._engine)
 
     def close(self) -> None:
-        self._views = []
+        self._engine, self._host_buffer = [], []
 
-    def _copies(self, blocks: Sequence[Sequence[int]], operation: Operation) -> Iterator[float]:
-        """Copy in slices. The host buffer is the local side, so that `save` is a READ."""
+    def _copies(
+        self, blocks: Sequence[Sequence[int]], sources: _Views, targets: _Views
+    ) -> Iterator[float]:
         copies = []
-        for index, chosen in blocks_by_region(blocks, self._engine):
-            engine, host_buffer = self._engine[index], self._host_buffer[index]
-            segments = Segments(
-                index,
-                index,
-                engine.block_bytes,
-                chosen * host_buffer.stride_bytes,
-                chosen * engine.stride_bytes,
+        for index, chosen in blocks_by_region(blocks, self._regions):
+            (from_stride, source), (to_stride, target) = sources[index], targets[index]
+            block_bytes = self._regions[index].block_bytes
+            copies.append(
+                RegionCopy(source, target, block_bytes, chosen * from_stride, chosen * to_stride)
             )
-            theirs, ours = self._views[index]
-            copies.append(RegionCopy(segments, ours, theirs, operation))
         return run_in_ticks(
             (copied + SLICE_COST for copied, _ in copy_in_slices(copies, self._copier)), SLICE_BYTES
         )

@@ -1,14 +1,12 @@
 """The agent: a process that runs Mooncake's Transfer Engine for one transport.
 
-    python -m kvferry.transports.mooncake.agent SETTINGS
+    python -m kvferry.transports.mooncake.agent FILES SETTINGS
 
-Ten bytes from a stranger end a process with a Transfer Engine (decision 057), so no engine loads
-it. The transport starts this process, which maps the KV cache and
+It maps the KV cache of the engine that has started it (`mooncake_process.py`), and
 
 - lets peers read the cache. Over tcp it is mapped without permission to write, so nothing that
   arrives at Mooncake's ports can change KV.
-- reads from peers into the cache. Each *lane* is a socket and a thread that makes one call at a
-  time. A message on such a socket arrives whole or not at all.
+- reads from peers into the cache, one batch at a time on each channel.
 - greets: a peer that connects to the transport's port gets a `Greeting` with the place of
   Mooncake's current port. The connection stays open as long as this process lives, so its end tells
   the peer that the greeting is no longer valid.
@@ -18,7 +16,6 @@ This is the only module of the transport that imports mooncake.
 
 import glob
 import mmap
-import os
 import secrets
 import selectors
 import signal
@@ -27,25 +24,24 @@ import struct
 import sys
 import threading
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from functools import partial
 from typing import TYPE_CHECKING, Self
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.mooncake_process import AgentWork, run_agent
+
 if TYPE_CHECKING:
     from mooncake.engine import TransferEngine
 
 Bytes = npt.NDArray[np.uint8]
 
-POLL_S = 1.0
-MAX_CALL_BYTES = 128 * 1024
 START_S = 20
 """How long Mooncake may take to start; to pin memory for rdma, a second more for each gigabyte."""
 RDMA_DEVICES = "/sys/class/infiniband/*"
@@ -61,13 +57,10 @@ ACCEPT_PAUSE_S = 0.5
 
 
 class AgentSettings(msgspec.Struct, frozen=True):
-    """The agent's argument, as JSON. The numbers of files are those that it inherits."""
+    """The numbers of files are those that the agent inherits."""
 
-    parent: int
-    control: int
     listener: int
     memory: int
-    lanes: list[int]
     host: str
     protocol: str
     device_name: str
@@ -134,61 +127,19 @@ class _Engines:
             return self._all[-1]
 
 
-class _Lane(threading.Thread):
-    """Makes the calls of one lane until the transport closes it."""
-
-    def __init__(self, engines: _Engines, file: int, cache: int) -> None:
-        super().__init__(daemon=True)
-        self._engines = engines
-        self._socket = socket.socket(fileno=file)
-        self._cache = cache
-
-    def run(self) -> None:
-        # The transport closes the socket, also during a call.
-        with suppress(OSError):
-            while message := self._socket.recv(MAX_CALL_BYTES):
-                self._socket.send(self._read_or_exit(message))
-
-    def _read_or_exit(self, message: bytes) -> bytes:
-        try:
-            call = msgspec.msgpack.decode(message, type=ReadCall)
-            local = [self._cache + offset for offset in call.local]
-            engine = self._engines.reader(call.peer, call.incarnation)
-            code = engine.batch_transfer_sync_read(call.peer, local, call.remote, call.sizes)
-            return msgspec.msgpack.encode(int(code))
-        # Top of a call: the transport notices the end of the process and starts another one. It
-        # would not notice the end of one thread.
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-
-
 class _Greeter:
-    """Greets peers until the transport closes the control pipe or its process is gone."""
+    """Accepts peers and greets each of them."""
 
-    def __init__(self, listener: socket.socket, control: Connection, greeting: Greeting) -> None:
+    def __init__(self, listener: socket.socket, greeting: Greeting) -> None:
         self._listener = listener
-        self._control = control
         self._greeting = greeting.encode()
         self._peers: dict[socket.socket, str] = {}
         """The address of each peer, in the order of arrival."""
-        self._selector = selectors.DefaultSelector()
 
-    def run(self, parent: int) -> None:
+    def start(self, selector: selectors.BaseSelector) -> None:
+        self._selector = selector
         self._listener.setblocking(False)
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._control.fileno(), selectors.EVENT_READ)
-        while os.getppid() == parent:
-            for key, _ in self._selector.select(POLL_S):
-                if key.fileobj is self._listener:
-                    self._accept()
-                elif isinstance(key.fileobj, socket.socket):
-                    # Peers send nothing: this one has closed the connection, or does not know our
-                    # protocol. It may have been dropped for another peer in this round.
-                    if key.fileobj in self._peers:
-                        self._drop(key.fileobj)
-                else:
-                    return
+        selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def _accept(self) -> None:
         try:
@@ -202,34 +153,48 @@ class _Greeter:
             self._drop(next(each for each, host in self._peers.items() if host == crowd))
         peer.setblocking(False)
         self._peers[peer] = address[0]
-        self._selector.register(peer, selectors.EVENT_READ)
+        # Peers send nothing: one that does has closed the connection, or does not know our
+        # protocol.
+        self._selector.register(peer, selectors.EVENT_READ, partial(self._drop, peer))
         # So short that it fits into the empty buffer of a new connection. The peer may have gone.
         with suppress(OSError):
             peer.send(self._greeting)
 
     def _drop(self, peer: socket.socket) -> None:
-        self._selector.unregister(peer)
-        del self._peers[peer]
-        peer.close()
+        # It may have been dropped for another peer in this round.
+        if self._peers.pop(peer, None) is not None:
+            self._selector.unregister(peer)
+            peer.close()
 
 
-def main() -> None:
-    settings = msgspec.json.decode(sys.argv[1], type=AgentSettings)
-    control = Connection(settings.control)
-    try:
-        served, landing = _mapped(settings)
-        engines = _Engines(lambda: _started(settings, served))
-    except (ImportError, OSError) as error:
-        control.send_bytes(str(error).encode())
-        raise SystemExit(1) from None
-    for file in settings.lanes:
-        _Lane(engines, file, landing.ctypes.data).start()
-    control.send_bytes(b"")
-    port, incarnation = engines.serving.get_rpc_port(), secrets.token_bytes(INCARNATION_BYTES)
-    greeting = Greeting(port, served.ctypes.data, incarnation)
-    _Greeter(socket.socket(fileno=settings.listener), control, greeting).run(settings.parent)
-    # Not `exit`: Mooncake's destructors would free what its threads still use.
-    os._exit(0)
+class _Reads(AgentWork):
+    """Serves one cache to peers, and reads from peers into it."""
+
+    def __init__(self, settings: AgentSettings) -> None:
+        self._settings = settings
+
+    def load(self) -> None:
+        served, landing = _mapped(self._settings)
+        self._cache = landing
+        self._engines = _Engines(lambda: _started(self._settings, served))
+        port, incarnation = (
+            self._engines.serving.get_rpc_port(),
+            secrets.token_bytes(INCARNATION_BYTES),
+        )
+        listener = socket.socket(fileno=self._settings.listener)
+        self._greeter = _Greeter(listener, Greeting(port, served.ctypes.data, incarnation))
+
+    def start(self, selector: selectors.BaseSelector) -> None:
+        self._greeter.start(selector)
+
+    def caller(self, number: int) -> Callable[[bytes], int]:
+        return self._read
+
+    def _read(self, message: bytes) -> int:
+        call = msgspec.msgpack.decode(message, type=ReadCall)
+        local = [self._cache.ctypes.data + offset for offset in call.local]
+        engine = self._engines.reader(call.peer, call.incarnation)
+        return int(engine.batch_transfer_sync_read(call.peer, local, call.remote, call.sizes))
 
 
 def _started(settings: AgentSettings, served: Bytes) -> "TransferEngine":
@@ -265,4 +230,4 @@ def _mapped(settings: AgentSettings) -> tuple[Bytes, Bytes]:
 
 
 if __name__ == "__main__":
-    main()
+    run_agent(_Reads(msgspec.json.decode(sys.argv[2], type=AgentSettings)))

@@ -15,33 +15,26 @@ import ipaddress
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import chain
 
 import msgspec
 
 from kvferry.errors import ConfigError, TransportError
-from kvferry.transports.base import (
-    Completion,
-    Handle,
-    Segments,
-    TransportOffer,
-    memory_not_registered,
-)
-from kvferry.transports.copy.segments import (
-    MAX_ADDRESS,
-    Descriptors,
-    batches,
-    check_regions,
-    check_segments,
-    descriptors_between,
+from kvferry.mooncake_process import ENDED
+from kvferry.transports.base import Operation, Segments, TransportOffer
+from kvferry.transports.copy.segments import MAX_ADDRESS, Descriptors
+from kvferry.transports.linked import (
+    Link,
+    LinkedTransfer,
+    LinkedTransport,
+    check_offered,
+    decoded_offer,
 )
 from kvferry.transports.mooncake.agent import GREETING_BYTES, Greeting, ReadCall
-from kvferry.transports.mooncake.agent_process import ENDED, AgentProcess, MooncakeSettings
+from kvferry.transports.mooncake.agent_process import AgentProcess, MooncakeSettings
 from kvferry.transports.shm import SharedMemory
-from kvferry.transports.write_grants import write_grants_unsupported
 from kvferry.types import Address, PeerId, Region
 
 MAX_BATCH_BYTES = 8 * 1024 * 1024
@@ -49,7 +42,6 @@ MAX_DESCRIPTORS = 1000
 """Of all calls for one peer at a time. Mooncake refuses more than it has room for in its queue, and
 a call must fit into the buffer of a lane's channel.
 """
-POLL_INTERVAL_S = 0.001
 SERVING_INTERVAL_S = 1.0
 """How often an agent that serves peers is looked after."""
 MAX_REPEATED = 20
@@ -57,7 +49,6 @@ MAX_REPEATED = 20
 ends.
 """
 BACKLOG = 512
-CANCELLED = "cancelled"
 
 
 class _MooncakeOffer(msgspec.Struct, frozen=True, array_like=True):
@@ -69,8 +60,10 @@ class _MooncakeOffer(msgspec.Struct, frozen=True, array_like=True):
     size_bytes: int
 
 
-class MooncakeTransport:
+class MooncakeTransport(LinkedTransport["_MooncakeLink", "_Read"]):
     """Implements `transports.base.DataTransport` over one SharedMemory, which the caller owns."""
+
+    name = "mooncake"
 
     def __init__(
         self,
@@ -79,70 +72,83 @@ class MooncakeTransport:
         advertised_host: str,
         settings: MooncakeSettings | None = None,
     ) -> None:
+        super().__init__()
         self._memory = memory
         self._bind_host = bind_host.strip("[]")
         self._advertised_host = advertised_host.strip("[]")
         self._settings = settings or MooncakeSettings()
-        self._regions: tuple[Region, ...] = ()
-        self._running: tuple[AgentProcess[_Call], socket.socket, str] | None = None
-        """The agent, the listener that it inherits, and our numeric address for peers."""
-        self._links: dict[PeerId, _Link] = {}
-        self._transfers: deque[_Transfer] = deque()
-        self._last_handle = 0
+        self._agent: AgentProcess[_Call]
+        self._listener: socket.socket
+        """The agent inherits it, so its port never changes."""
+        self._host = ""
+        """Our numeric address for peers."""
 
-    @property
-    def name(self) -> str:
-        return "mooncake"
-
-    def register(self, regions: Sequence[Region]) -> bool:
+    def _open(self, regions: tuple[Region, ...]) -> bool:
         if not self._memory.contains(regions):
             return False
-        host, listener = _listening_on(self._bind_host, self._advertised_host)
-        agent = AgentProcess[_Call](self._settings, host, listener, self._memory.fd)
-        self._regions = tuple(regions)
-        self._running = agent, listener, host
+        self._host, self._listener = _listening_on(self._bind_host, self._advertised_host)
+        self._agent = AgentProcess(self._settings, self._host, self._listener, self._memory.fd)
         try:
-            agent.start()
+            self._agent.start()
         except BaseException:
-            self.close()
+            self._close()
             raise
         return True
 
     def offer(self) -> TransportOffer:
-        if self._running is None:
-            raise memory_not_registered(self.name)
-        _, listener, host = self._running
-        memory = self._memory
-        offer = _MooncakeOffer(host, listener.getsockname()[1], memory.address, memory.size_bytes)
+        self._check_open()
+        port, memory = self._listener.getsockname()[1], self._memory
+        offer = _MooncakeOffer(self._host, port, memory.address, memory.size_bytes)
         return TransportOffer(self.name, "", msgspec.msgpack.encode(offer))
 
-    def connect(self, peer: PeerId, offer: TransportOffer, regions: Sequence[Region]) -> None:
-        check_regions(regions, peer)
-        link = _Link(peer, _decoded(peer, offer), tuple(regions), self._settings.connect_s)
-        self.disconnect(peer)
-        self._links[peer] = link
+    def _connect(
+        self, peer: PeerId, offer: TransportOffer, regions: tuple[Region, ...]
+    ) -> "_MooncakeLink":
+        decoded = _decoded(peer, offer)
+        check_offered(peer, offer, regions, decoded.address, decoded.size_bytes)
+        return _MooncakeLink(peer, regions, decoded, self._settings.connect_s)
 
-    def disconnect(self, peer: PeerId) -> None:
-        self._drop(peer, f"peer {peer} was disconnected")
-
-    def read(self, peer: PeerId, segments: Sequence[Segments]) -> Handle:
-        started = time.perf_counter()
-        link = self._checked(peer, segments)
-        descriptors = descriptors_between(segments, self._regions, link.regions)
-        max_descriptors = max(1, MAX_DESCRIPTORS // self._max_calls_per_peer)
-        parts = batches(descriptors, MAX_BATCH_BYTES, max_descriptors)
-        return self._start(link, parts, started)
-
-    def write(self, peer: PeerId, segments: Sequence[Segments], grant_id: int = 0) -> Handle:
+    def _post(
+        self,
+        link: "_MooncakeLink",
+        segments: Sequence[Segments],
+        operation: Operation,
+        grant_id: int,
+    ) -> "_Read":
         """TransportError: the peer's memory cannot be written. A write of nothing succeeds."""
-        link = self._checked(peer, segments)
-        if any(part.total_bytes for part in segments):
+        if operation is Operation.WRITE and any(part.total_bytes for part in segments):
             raise TransportError("the mooncake transport only reads; let the peer read instead")
-        return self._start(link, iter(()), time.perf_counter())
+        transfer = _Read(self._next_handle(), link, operation)
+        max_descriptors = max(1, MAX_DESCRIPTORS // self._max_calls_per_peer)
+        transfer.waiting.extend(self._cut(segments, link, MAX_BATCH_BYTES, max_descriptors))
+        transfer.post_s = time.perf_counter() - transfer.started
+        return transfer
 
-    @property
-    def supports_write_grants(self) -> bool:
-        return False
+    def _progress(self) -> None:
+        for (transfer, batch), problem in self._agent.poll():
+            transfer.in_flight -= 1
+            if problem == ENDED and transfer.may_repeat:
+                # The last agent has ended, often because a read from another peer had failed.
+                transfer.repeat(batch)
+            elif problem is not None:
+                self._fail(transfer, problem)
+        for transfer in self._transfers.values():
+            # After the answers: a batch counts only if the peer's agent is alive now.
+            problem = transfer.link.problem()
+            if problem is not None:
+                self._fail(transfer, problem)
+        self._submit()
+        stopped_before = time.monotonic() - self._settings.stop_s
+        if any(transfer.is_overdue(stopped_before) for transfer in self._transfers.values()):
+            self._agent.kill()
+        self._ended.extend(each.completion() for each in self._transfers.values() if each.has_ended)
+
+    def serving_interval_s(self) -> float | None:
+        return SERVING_INTERVAL_S
+
+    def _close(self) -> None:
+        self._agent.close()
+        self._listener.close()
 
     @property
     def _max_calls_per_peer(self) -> int:
@@ -154,125 +160,37 @@ class MooncakeTransport:
             return 1
         return max(1, self._settings.num_workers // 2)
 
-    def grant_writes(self, grant_id: int, blocks: Sequence[Sequence[int]]) -> None:
-        raise write_grants_unsupported(self.name)
-
-    def revoke_writes(self, grant_id: int) -> Handle:
-        raise write_grants_unsupported(self.name)
-
-    def poll(self) -> list[Completion]:
-        if self._running is None:
-            return []
-        agent, _, _ = self._running
-        now = time.monotonic()
-        for (transfer, part), problem in agent.poll():
-            transfer.in_flight -= 1
-            if problem == ENDED and transfer.may_repeat:
-                transfer.repeat(part)
-            elif problem is not None:
-                self._fail(transfer, problem)
-        for transfer in list(self._transfers):
-            # After the answers: a batch counts only if the peer's agent is alive now.
-            problem = transfer.link.problem(now)
-            if problem is not None:
-                self._fail(transfer, problem)
-        self._submit(agent)
-        stopped_before = now - self._settings.stop_s
-        if any(transfer.is_overdue(stopped_before) for transfer in self._transfers):
-            agent.kill()
-        ended = [transfer for transfer in self._transfers if transfer.has_ended]
-        for transfer in ended:
-            self._transfers.remove(transfer)
-        return [transfer.completion() for transfer in ended]
-
-    def cancel(self, handle: Handle) -> None:
-        for transfer in self._transfers:
-            if transfer.handle == handle:
-                transfer.stop(CANCELLED)
-
-    def poll_interval_s(self) -> float | None:
-        return POLL_INTERVAL_S if self._transfers else None
-
-    def serving_interval_s(self) -> float | None:
-        return SERVING_INTERVAL_S
-
-    def close(self) -> None:
-        for link in self._links.values():
-            link.close()
-        self._links.clear()
-        self._transfers.clear()
-        if self._running is not None:
-            agent, listener, _ = self._running
-            agent.close()
-            listener.close()
-            self._running = None
-
-    def _checked(self, peer: PeerId, segments: Sequence[Segments]) -> "_Link":
-        link = self._links.get(peer)
-        if link is None or self._running is None:
-            raise TransportError(f"peer {peer} is not connected over mooncake")
-        check_segments(segments, self._regions, link.regions, peer)
-        return link
-
-    def _start(self, link: "_Link", parts: Iterator[Descriptors], started: float) -> Handle:
-        self._last_handle += 1
-        handle = Handle(self._last_handle)
-        self._transfers.append(
-            _Transfer(
-                handle, link, parts, next(parts, None), started, time.perf_counter() - started
-            )
-        )
-        return handle
-
-    def _submit(self, agent: AgentProcess["_Call"]) -> None:
+    def _submit(self) -> None:
         """Give idle lanes the next batches, one for each transfer in turn."""
-        limit = self._max_calls_per_peer
-        for _ in range(len(self._transfers) * limit):
-            if not agent.has_idle_lane:
+        while self._agent.has_idle_lane:
+            transfer = self._next_in_turn(self._may_submit)
+            if transfer is None:
                 return
-            transfer = self._transfers[0]
-            self._transfers.rotate(-1)
-            busy = sum(t.in_flight for t in self._transfers if t.link is transfer.link)
-            if transfer.is_ready and busy < limit:
-                part = transfer.take_part()
-                agent.submit(transfer.link.call(part, self._memory.address), (transfer, part))
+            batch = transfer.take_batch()
+            self._agent.submit(transfer.link.call(batch, self._memory.address), (transfer, batch))
 
-    def _fail(self, transfer: "_Transfer", problem: str) -> None:
-        """Stop all transfers with the peer, which may have restarted: the next transfer needs a new
-        handshake.
-        """
+    def _may_submit(self, transfer: "_Read") -> bool:
+        link = transfer.link
+        if not transfer.waiting or transfer.error is not None or link.greeting is None:
+            return False
+        busy = sum(each.in_flight for each in self._transfers.values() if each.link is link)
+        return busy < self._max_calls_per_peer
+
+    def _fail(self, transfer: "_Read", problem: str) -> None:
+        """Stop all transfers with the peer."""
         transfer.stop(problem)
-        if self._links.get(transfer.link.peer) is transfer.link:
-            self._drop(transfer.link.peer, problem)
-
-    def _drop(self, peer: PeerId, why: str) -> None:
-        link = self._links.pop(peer, None)
-        if link is not None:
-            link.close()
-            for transfer in self._transfers:
-                if transfer.link is link:
-                    transfer.stop(why)
+        self._drop(transfer.link, problem)
 
 
-class _Link:
+class _MooncakeLink(Link):
     """The connection to a peer's agent. It carries one greeting, and its end means that the agent
     has ended, whose ports and addresses may then belong to another process.
     """
 
     def __init__(
-        self, peer: PeerId, offer: _MooncakeOffer, regions: tuple[Region, ...], connect_s: float
+        self, peer: PeerId, regions: tuple[Region, ...], offer: _MooncakeOffer, connect_s: float
     ) -> None:
-        for region in regions:
-            if (
-                region.address < offer.address
-                or region.address + region.size_bytes > offer.address + offer.size_bytes
-            ):
-                raise TransportError(
-                    f"region {region.name!r} of {peer} is not in the memory it offers over "
-                    "mooncake; drop this peer"
-                )
-        self.peer = peer
-        self.regions = regions
+        super().__init__(peer, regions)
         self.greeting: Greeting | None = None
         self._offer = offer
         self._received = b""
@@ -283,7 +201,7 @@ class _Link:
         with suppress(OSError):
             self._socket.connect((offer.host, offer.port))
 
-    def problem(self, now: float) -> str | None:
+    def problem(self) -> str | None:
         """Receive the greeting. Says why the peer cannot be read from, if it cannot."""
         if self._socket.fileno() < 0:
             return None
@@ -294,7 +212,7 @@ class _Link:
                     self.greeting = self._checked_greeting()
             return f"the Mooncake process of {self.peer} has ended"
         except BlockingIOError:
-            if self.greeting is None and now > self._greet_until:
+            if self.greeting is None and time.monotonic() > self._greet_until:
                 return f"the Mooncake process of {self.peer} did not greet in time"
             return None
         except (OSError, ValueError) as error:
@@ -323,75 +241,47 @@ class _Link:
 
 
 @dataclass(slots=True, eq=False)
-class _Transfer:
+class _Read(LinkedTransfer[_MooncakeLink]):
     """One read. `in_flight` batches are with the agent, which may write into our memory."""
 
-    handle: Handle
-    link: _Link
-    parts: Iterator[Descriptors]
-    next_part: Descriptors | None
-    started: float
-    post_s: float
+    waiting: deque[Descriptors] = field(default_factory=deque)
     in_flight: int = 0
-    total_bytes: int = 0
-    segments: int = 0
     num_repeated: int = 0
-    error: str | None = field(default=None, init=False)
-    stopped_at: float = field(default=0.0, init=False)
-
-    @property
-    def is_ready(self) -> bool:
-        return self.error is None and self.next_part is not None and self.link.greeting is not None
+    stopped_at: float = 0.0
 
     @property
     def has_ended(self) -> bool:
-        return not self.in_flight and (self.error is not None or self.next_part is None)
+        return not self.in_flight and (self.error is not None or not self.waiting)
 
-    def take_part(self) -> Descriptors:
+    def take_batch(self) -> Descriptors:
         """The next batch, which then is with the agent."""
-        part = self.next_part
-        assert part is not None
-        self.next_part = next(self.parts, None)
+        batch = self.waiting.popleft()
         self.in_flight += 1
-        self.total_bytes += part.total_bytes
-        self.segments += len(part)
-        return part
+        self.total_bytes += batch.total_bytes
+        self.segments += len(batch)
+        return batch
 
     @property
     def may_repeat(self) -> bool:
         return self.error is None and self.num_repeated < MAX_REPEATED
 
-    def repeat(self, part: Descriptors) -> None:
-        """Read a batch again with the next agent: the last one has ended, often because a read
-        from another peer had failed.
-        """
-        if self.next_part is not None:
-            self.parts = chain((self.next_part,), self.parts)
-        self.next_part = part
+    def repeat(self, batch: Descriptors) -> None:
+        """Read a batch again with the next agent."""
+        self.waiting.appendleft(batch)
         self.num_repeated += 1
-        self.total_bytes -= part.total_bytes
-        self.segments -= len(part)
+        self.total_bytes -= batch.total_bytes
+        self.segments -= len(batch)
 
-    def stop(self, error: str) -> None:
+    def stop(self, why: str) -> None:
         """Submit no more batches. The first reason counts."""
         if self.error is None:
-            self.error, self.stopped_at = error, time.monotonic()
+            self.error, self.stopped_at = why, time.monotonic()
 
     def is_overdue(self, stopped_before: float) -> bool:
         return self.error is not None and self.in_flight > 0 and self.stopped_at < stopped_before
 
-    def completion(self) -> Completion:
-        return Completion(
-            self.handle,
-            self.error,
-            self.total_bytes,
-            self.segments,
-            self.post_s,
-            time.perf_counter() - self.started,
-        )
 
-
-_Call = tuple[_Transfer, Descriptors]
+_Call = tuple[_Read, Descriptors]
 """What a call of the agent is made for: a batch of a read."""
 
 
@@ -411,11 +301,12 @@ def _listening_on(bind_host: str, advertised_host: str) -> tuple[str, socket.soc
 
 
 def _decoded(peer: PeerId, offer: TransportOffer) -> _MooncakeOffer:
-    with suppress(msgspec.MsgspecError, ValueError):
-        decoded = msgspec.msgpack.decode(offer.blob, type=_MooncakeOffer)
+    decoded = decoded_offer(peer, offer, _MooncakeOffer)
+    with suppress(ValueError):
         ipaddress.ip_address(decoded.host)
         if 0 < decoded.port < 1 << 16 and decoded.address >= 0 < decoded.size_bytes < MAX_ADDRESS:
             return decoded
     raise TransportError(
-        f"the mooncake offer of {peer} cannot be understood; do both sides run the same kvferry?"
+        f"the mooncake offer of {peer} names no address or no memory that can be read; drop this "
+        "peer"
     )

@@ -32,6 +32,7 @@ import numpy.typing as npt
 from kvferry.errors import ConfigError, MissingDependency, TransportError
 from kvferry.transports.base import Operation
 from kvferry.transports.copy.segments import Descriptors, Offsets, merged_ranges
+from kvferry.transports.linked import Link
 from kvferry.transports.locality import variable_against_remapping
 from kvferry.types import MemoryKind, PeerId, Region
 
@@ -64,14 +65,12 @@ NIXL's wheel contains a copy under another name.
 
 
 @dataclass(slots=True, eq=False)
-class NixlLink:
+class NixlLink(Link):
     """One connection to a peer's agent."""
 
-    peer: PeerId
     agent: str
     metadata: bytes
     """The newest metadata of the peer's agent that we have."""
-    regions: tuple[Region, ...]
 
 
 class Posted(NamedTuple):

@@ -1,19 +1,14 @@
 """Transfers over NIXL, and the agents that they are posted on. Owned by the transport's thread."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
 
 from kvferry.errors import TransportError
-from kvferry.transports.base import Completion, Handle, Operation
+from kvferry.transports.base import Completion
 from kvferry.transports.copy.segments import Descriptors
-from kvferry.transports.nixl.agent import (
-    NixlAgent,
-    NixlLink,
-    Posted,
-    Telemetry,
-    UncertainFailure,
-)
+from kvferry.transports.linked import BatchedTransfer
+from kvferry.transports.nixl.agent import NixlAgent, NixlLink, Posted, UncertainFailure
 from kvferry.types import Region
 
 MAX_POSTED = 4
@@ -21,29 +16,26 @@ MAX_POSTED = 4
 
 
 @dataclass(slots=True, eq=False)
-class NixlTransfer:
-    """A read or write: batches not posted yet, batches in flight, and the bytes moved so far.
+class NixlTransfer(BatchedTransfer[NixlLink]):
+    """A read or write: batches not posted yet, batches in flight, and the bytes moved so far."""
 
-    All batches of a transfer are posted on the same agent.
-    """
-
-    handle: Handle
-    link: NixlLink
-    agent: NixlAgent
-    operation: Operation
-    batches: Iterator[Descriptors]
+    agent: NixlAgent = field(kw_only=True)
+    """The agent on which all batches are posted."""
+    keeps_link: bool = True
+    """A failure drops the link, with all links to the same agent, as soon as NIXL reports it."""
     upcoming: Descriptors | None = None
     """The batch after the last posted batch.
 
     Fetched in advance, so that the transfer knows when the last batch has been posted.
     """
     posted: list[Posted] = field(default_factory=list)
-    error: str | None = None
     stopped_at: float | None = None
     is_exhausted: bool = False
     may_still_write: bool = False
     """Some bytes may be in flight without a handle; the transfer ends when the agent is gone."""
-    collected: list[Telemetry] = field(default_factory=list)
+    began_us: int = 0
+    ended_us: int = 0
+    """From the first post to the last completion, on NIXL's clock."""
 
     @property
     def can_post(self) -> bool:
@@ -68,10 +60,10 @@ class NixlTransfer:
             self.upcoming = next(self.batches, None)
         self.is_exhausted = self.upcoming is None
 
-    def stop(self, why: str, at: float) -> None:
+    def stop(self, why: str, at: float | None = None) -> None:
         """Post no further batches. Only the first reason is kept."""
         if self.error is None:
-            self.error, self.stopped_at = why, at
+            self.error, self.stopped_at = why, time.monotonic() if at is None else at
         self.is_exhausted = True
 
     def collect(self) -> None:
@@ -84,8 +76,12 @@ class NixlTransfer:
                 self._forget(posted)
                 raise
             if moved is not None:
-                self.collected.append(moved)
                 self._forget(posted)
+                self.total_bytes += moved.total_bytes
+                self.segments += moved.descriptors
+                self.post_s += moved.post_us / 1e6
+                self.began_us = min(self.began_us or moved.started_us, moved.started_us)
+                self.ended_us = max(self.ended_us, moved.ended_us)
 
     def must_close_agent(self, now: float, timeout_s: float) -> bool:
         """Whether the transfer was stopped, and can end only by closing the agent."""
@@ -107,18 +103,8 @@ class NixlTransfer:
         self.posted.clear()
 
     def completion(self) -> Completion:
-        parts = self.collected
-        elapsed_us = max((p.ended_us for p in parts), default=0) - min(
-            (p.started_us for p in parts), default=0
-        )
-        return Completion(
-            self.handle,
-            self.error,
-            total_bytes=sum(part.total_bytes for part in parts),
-            segments=sum(part.descriptors for part in parts),
-            post_s=sum(part.post_us for part in parts) / 1e6,
-            transfer_s=elapsed_us / 1e6,
-        )
+        transfer_s = (self.ended_us - self.began_us) / 1e6
+        return replace(BatchedTransfer.completion(self), transfer_s=transfer_s)
 
     def _forget(self, posted: Posted) -> None:
         self.posted.remove(posted)
@@ -149,7 +135,15 @@ stopped transfers of silent peers on the agent in use keep waiting.
 class AgentPool:
     """The posting agents of one transport: at most one in use, and up to MAX_RETIRED retired."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(
+        self,
+        transfers: Collection[NixlTransfer],
+        open_agent: Callable[[], NixlAgent],
+        timeout_s: float,
+    ) -> None:
+        """`transfers`: a view of all transfers of the transport."""
+        self._transfers = transfers
+        self._open_agent = open_agent
         self._timeout_s = timeout_s
         self._in_use: NixlAgent | None = None
         self._retired: list[NixlAgent] = []
@@ -183,16 +177,14 @@ class AgentPool:
             agent for agent in (self._in_use, *self._retired) if agent is not None and agent.remotes
         ]
 
-    def reach(
-        self, link: NixlLink, transfers: Iterable[NixlTransfer], open_agent: Callable[[], NixlAgent]
-    ) -> NixlAgent:
+    def reach(self, link: NixlLink) -> NixlAgent:
         """Return the agent in use, connected to the peer of `link`; open an agent if there is none.
 
         TransportError if the peer cannot be reached.
         """
         if self._in_use is None:
-            self._in_use = open_agent()
-        self._forget_leaving(transfers)
+            self._in_use = self._open_agent()
+        self._forget_leaving()
         if link.agent in self._leaving:
             # Only removing the remote agent gets rid of a failed connection, which must wait until
             # no transfer to the peer is posted.
@@ -211,32 +203,32 @@ class AgentPool:
     def needs_agent_close(self, transfer: NixlTransfer) -> bool:
         return transfer.must_close_agent(time.monotonic(), self._timeout_s)
 
-    def advance(self, transfers: Iterable[NixlTransfer]) -> None:
+    def advance(self) -> None:
         """Retire and close agents where possible, and remove the peers' agents that are leaving.
 
         A stopped transfer of a silent peer has ended when the agent is gone.
         """
-        lost = {transfer.agent for transfer in transfers if self.needs_agent_close(transfer)}
+        lost = {transfer.agent for transfer in self._transfers if self.needs_agent_close(transfer)}
         if self._in_use in lost and len(self._retired) < MAX_RETIRED:
             self._retire()
         for agent in self._retired:
             remaining = [
                 transfer
-                for transfer in transfers
+                for transfer in self._transfers
                 if transfer.agent is agent and not transfer.has_ended
             ]
             # Only stopped transfers of silent peers remain, so closing the agent harms no live
             # peer.
             if all(self.needs_agent_close(transfer) for transfer in remaining):
-                _end(agent, remaining)
+                self._end(agent)
         self._retired = [agent for agent in self._retired if not agent.is_gone]
-        self._forget_leaving(transfers)
+        self._forget_leaving()
 
-    def close(self, transfers: Iterable[NixlTransfer]) -> None:
+    def close(self) -> None:
         if self._in_use is not None:
             self._retire()
         for agent in self._retired:
-            _end(agent, transfers)
+            self._end(agent)
         self._retired.clear()
 
     def _retire(self) -> None:
@@ -245,21 +237,20 @@ class AgentPool:
         self._in_use = None
         self._leaving.clear()
 
-    def _forget_leaving(self, transfers: Iterable[NixlTransfer]) -> None:
+    def _forget_leaving(self) -> None:
         if self._in_use is None or not self._leaving:
             return
         busy = {
             transfer.link.agent
-            for transfer in transfers
+            for transfer in self._transfers
             if transfer.agent is self._in_use and not transfer.has_ended
         }
         for name in self._leaving - busy:
             self._leaving.discard(name)
             self._in_use.remove(name)
 
-
-def _end(agent: NixlAgent, transfers: Iterable[NixlTransfer]) -> None:
-    for transfer in transfers:
-        if transfer.agent is agent:
-            transfer.abandon()
-    agent.close()
+    def _end(self, agent: NixlAgent) -> None:
+        for transfer in self._transfers:
+            if transfer.agent is agent:
+                transfer.abandon()
+        agent.close()

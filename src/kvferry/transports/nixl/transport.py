@@ -25,30 +25,22 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from enum import Enum
-from typing import TypeVar
 
 import msgspec
 
 from kvferry.errors import ConfigError, TransportError
 from kvferry.transports.base import (
-    Completion,
     Handle,
     Operation,
     Segments,
     TransportOffer,
     memory_not_registered,
 )
-from kvferry.transports.copy.segments import (
-    Descriptors,
-    batches,
-    check_regions,
-    check_segments,
-    descriptors_between,
-)
+from kvferry.transports.copy.segments import Descriptors, batches, check_regions
+from kvferry.transports.linked import LinkedTransport, decoded_offer
 from kvferry.transports.locality import nixl_locality
 from kvferry.transports.nixl.agent import REMAPPED_MEMORY, NixlAgent, NixlLink
 from kvferry.transports.nixl.transfer import AgentPool, NixlTransfer
-from kvferry.transports.write_grants import write_grants_unsupported
 from kvferry.types import MemoryKind, PeerId, Region
 
 MAX_BATCH_BYTES = {MemoryKind.DRAM: 32 * 1024 * 1024, MemoryKind.VRAM: 1024 * 1024 * 1024}
@@ -109,22 +101,10 @@ class NixlOffer(msgspec.Struct, frozen=True, array_like=True):
     metadata: bytes
 
 
-_Offer = TypeVar("_Offer", bound=NixlOffer)
-
-
-def decode_offer(peer: PeerId, offer: TransportOffer, kind: type[_Offer]) -> _Offer:
-    """Decode an offer. TransportError if it is malformed."""
-    try:
-        return msgspec.msgpack.decode(offer.blob, type=kind)
-    except msgspec.MsgspecError as error:
-        raise TransportError(
-            f"the nixl offer of {peer} cannot be understood ({error}); do both sides run the "
-            "same kvferry?"
-        ) from error
-
-
-class NixlTransport:
+class NixlTransport(LinkedTransport[NixlLink, NixlTransfer]):
     """Implements `base.DataTransport` on NIXL. NIXL is not loaded before `register`."""
+
+    name = "nixl"
 
     def __init__(
         self,
@@ -138,116 +118,123 @@ class NixlTransport:
         """`memory_may_go`: the registered memory may be freed after `close`, and other memory may
         get its addresses.
         """
+        super().__init__()
         self._memory_may_go = memory_may_go
         self._backends = tuple(backends)
         self._reach = reach
         self._num_threads = num_threads
         self._serving: NixlAgent | None = None
-        self._posting = AgentPool(cancel_timeout_s)
-        self._regions: tuple[Region, ...] = ()
+        self._posting = AgentPool(
+            self._transfers.values(), self._open_posting_agent, cancel_timeout_s
+        )
         self._added: list[Region] = []
         """Memory registered later, which transfers name by address only (`move`)."""
-        self._links: dict[PeerId, NixlLink] = {}
-        self._transfers: deque[NixlTransfer] = deque()
-        self._last_handle = 0
         self._busy_until = 0.0
         self._known_until = 0.0
         self._notes: deque[bytes] | None = None
+        self._is_serving_polled = False
+        """Whether `take_notes` has driven the progress that the next `poll` would drive."""
 
-    @property
-    def name(self) -> str:
-        return "nixl"
-
-    def register(self, regions: Sequence[Region]) -> bool:
+    def _open(self, regions: tuple[Region, ...]) -> bool:
         if len({(region.memory, region.device) for region in regions}) != 1:
             return False
         if self._reach is NetworkReach.THIS_HOST:
             # UCX listens on every interface, and trusts every peer that speaks UCX's wire format.
             os.environ.setdefault("UCX_NET_DEVICES", "lo")
         self._serving = self._open_agent(regions, num_threads=0)  # the serving agent posts nothing
-        self._regions = tuple(regions) if self._serving else ()
         return self._serving is not None
 
     def offer(self) -> TransportOffer:
         near = nixl_locality(self._backends, os.environ)
         return TransportOffer(self.name, "", msgspec.msgpack.encode(self.identity()), near)
 
-    def connect(self, peer: PeerId, offer: TransportOffer, regions: Sequence[Region]) -> None:
-        self._registered()
-        self.connect_agent(peer, decode_offer(peer, offer, NixlOffer), regions)
+    def _connect(
+        self, peer: PeerId, offer: TransportOffer, regions: tuple[Region, ...]
+    ) -> NixlLink:
+        return self._connected(peer, decoded_offer(peer, offer, NixlOffer), regions)
 
-    def disconnect(self, peer: PeerId) -> None:
-        link = self._links.get(peer)
-        if link is not None:
-            self._drop(link, f"peer {peer} was disconnected")
+    def _connected(self, peer: PeerId, offer: NixlOffer, regions: tuple[Region, ...]) -> NixlLink:
+        if (
+            offer.agent == self._registered().name
+            or len({(region.memory, region.device) for region in regions}) != 1
+        ):
+            raise TransportError(
+                f"the nixl offer of {peer} names this engine itself, or memory of several "
+                "kinds; drop this peer"
+            )
+        self.disconnect(peer)  # a connection that has failed must go before the next one
+        link = NixlLink(peer, regions, offer.agent, offer.metadata)
+        self._posting.reach(link)
+        return link
 
-    def read(self, peer: PeerId, segments: Sequence[Segments]) -> Handle:
-        return self.start(peer, segments, Operation.READ)
+    def _post(
+        self,
+        link: NixlLink,
+        segments: Sequence[Segments],
+        operation: Operation,
+        grant_id: int = 0,
+        handle: Handle | None = None,
+    ) -> NixlTransfer:
+        max_bytes = MAX_BATCH_BYTES[self._regions[0].memory]
+        cut = self._cut(segments, link, max_bytes, MAX_BATCH_DESCRIPTORS)
+        return self._transfer(handle or self._next_handle(), link, operation, cut)
 
-    def write(self, peer: PeerId, segments: Sequence[Segments], grant_id: int = 0) -> Handle:
-        return self.start(peer, segments, Operation.WRITE)
-
-    @property
-    def supports_write_grants(self) -> bool:
-        return False
-
-    def grant_writes(self, grant_id: int, blocks: Sequence[Sequence[int]]) -> None:
-        raise write_grants_unsupported(self.name)
-
-    def revoke_writes(self, grant_id: int) -> Handle:
-        raise write_grants_unsupported(self.name)
-
-    def poll(self) -> list[Completion]:
-        if self._serving is None:
-            return []
-        self._progress(self._serving)
-        return self.poll_posted()
-
-    def poll_posted(self) -> list[Completion]:
-        """Poll as `poll` does, without the serving agent's progress, right after `take_notes`."""
+    def _progress(self) -> None:
+        if not self._is_serving_polled:
+            self._poll_agent(self._registered())
+        self._is_serving_polled = False
         if not self._links and not self._transfers and self._posting.is_settled:
-            return []
+            return
         for agent in self._posting.connected():
-            self._progress(agent)
-        for transfer in self._transfers:
+            self._poll_agent(agent)
+        for transfer in self._transfers.values():
             self._check(transfer)
-        posted = self._post_next()
-        if posted is not None:
+        posting = self._next_in_turn(lambda each: each.can_post)
+        if posting is not None:
+            try:
+                posting.post()
+            except TransportError as error:
+                self._fail(posting.link, str(error))
             # Between processes of one host a read has often completed when the post returns.
-            self._check(posted)
-        self._posting.advance(self._transfers)
-        if not any(transfer.has_ended for transfer in self._transfers):
-            return []
-        ended = [transfer for transfer in self._transfers if transfer.has_ended]
-        self._transfers = deque(transfer for transfer in self._transfers if not transfer.has_ended)
-        return [transfer.completion() for transfer in ended]
+            self._check(posting)
+        self._posting.advance()
+        self._ended.extend(each.completion() for each in self._transfers.values() if each.has_ended)
 
-    def cancel(self, handle: Handle) -> None:
-        for transfer in self._transfers:
-            if transfer.handle == handle:
-                transfer.stop("cancelled", time.monotonic())
+    def _disconnect(self, link: NixlLink, why: str) -> None:
+        """The peer's agent is removed once no transfer to the peer is posted."""
+        if not any(other.agent == link.agent for other in self._links.values()):
+            self._posting.leave(link.agent)
+        super()._disconnect(link, why)
 
     def poll_interval_s(self) -> float | None:
         if not self._transfers:
             return None if self._posting.is_settled else BUSY_INTERVAL_S
-        can_move = self.can_post or any(transfer.has_ended for transfer in self._transfers)
+        can_move = self.can_post or any(each.has_ended for each in self._transfers.values())
         return 0.0 if can_move or self._is_busy() else BUSY_INTERVAL_S
 
     def serving_interval_s(self) -> float | None:
         if self._is_busy():
             return BUSY_INTERVAL_S
-        return (
-            SERVING_INTERVAL_S
-            if time.monotonic() < self._busy_until + QUIET_AFTER_S
-            else QUIET_SERVING_INTERVAL_S
-        )
+        is_quiet = time.monotonic() >= self._busy_until + QUIET_AFTER_S
+        return QUIET_SERVING_INTERVAL_S if is_quiet else SERVING_INTERVAL_S
+
+    def _close(self) -> None:
+        """Wait a bounded time for posted batches, then close all agents.
+
+        No byte is written afterwards.
+        """
+        deadline = time.monotonic() + DRAIN_TIMEOUT_S
+        while self._transfers and time.monotonic() < deadline:
+            self.poll()
+        self._posting.close()
+        self._registered().close()
+        self._serving = None
 
     # -- for transports that wrap this one --
 
     def new_handle(self) -> Handle:
         """Return a handle that no transfer of this transport has."""
-        self._last_handle += 1
-        return Handle(self._last_handle)
+        return self._next_handle()
 
     def start(
         self,
@@ -258,13 +245,11 @@ class NixlTransport:
     ) -> Handle:
         """Start a read or write, under a handle of `new_handle` if one is given."""
         self.check(peer, segments)
-        link = self._link(peer)
-        cut = self._batches(segments, link)
-        return self._enqueue(handle or self.new_handle(), link, operation, cut)
+        return self._enqueue(self._post(self._linked(peer), segments, operation, handle=handle))
 
     def check(self, peer: PeerId, segments: Sequence[Segments]) -> None:
         """Raise what `read` and `write` raise for a peer or segments that cannot be."""
-        check_segments(segments, self._regions, self._link(peer).regions, peer)
+        self._check_segments(segments, self._linked(peer))
 
     def add_memory(self, region: Region) -> bool:
         """Register more memory after `register`, for `move`.
@@ -289,7 +274,7 @@ class NixlTransport:
 
     def update_metadata(self, peer: PeerId, metadata: bytes) -> None:
         """Use newer metadata of a connected peer. TransportError if NIXL refuses the metadata."""
-        link = self._link(peer)
+        link = self._linked(peer)
         if metadata == link.metadata:
             return
         # Any link to the agent may be the first that connects the next posting agent.
@@ -304,17 +289,17 @@ class NixlTransport:
 
     def move(self, peer: PeerId, operation: Operation, descriptors: Descriptors) -> Handle:
         """Start a READ or WRITE of segments given by addresses, already joined and checked."""
-        link, max_bytes = self._link(peer), MAX_BATCH_BYTES[self._regions[0].memory]
+        link, max_bytes = self._linked(peer), MAX_BATCH_BYTES[self._regions[0].memory]
         if len(descriptors) <= MAX_BATCH_DESCRIPTORS and descriptors.total_bytes <= max_bytes:
             cut = iter((descriptors,))
         else:
             cut = batches(descriptors, max_bytes, MAX_BATCH_DESCRIPTORS)
-        return self._enqueue(self.new_handle(), link, operation, cut)
+        return self._enqueue(self._transfer(self._next_handle(), link, operation, cut))
 
     @property
     def can_post(self) -> bool:
         """Whether the next poll posts another batch."""
-        return any(transfer.can_post for transfer in self._transfers)
+        return any(transfer.can_post for transfer in self._transfers.values())
 
     def identity(self) -> NixlOffer:
         """Return what an agent needs to connect, and then to send notifications to us."""
@@ -324,18 +309,7 @@ class NixlTransport:
     def connect_agent(self, peer: PeerId, offer: NixlOffer, regions: Sequence[Region]) -> None:
         """Connect as `connect` does, with the peer's `identity`."""
         check_regions(regions, peer)
-        if (
-            offer.agent == self._registered().name
-            or len({(region.memory, region.device) for region in regions}) != 1
-        ):
-            raise TransportError(
-                f"the nixl offer of {peer} names this engine itself, or memory of several "
-                "kinds; drop this peer"
-            )
-        self.disconnect(peer)
-        link = NixlLink(peer, offer.agent, offer.metadata, tuple(regions))
-        self._posting.reach(link, self._transfers, self._open_posting_agent)
-        self._links[peer] = link
+        self._links[peer] = self._connected(peer, offer, tuple(regions))
 
     def is_connected(self, peer: PeerId) -> bool:
         return peer in self._links
@@ -351,9 +325,9 @@ class NixlTransport:
         learn whether a notification has arrived. TransportError, with the peer disconnected, if the
         peer is known to be gone.
         """
-        link = self._link(peer)
+        link = self._linked(peer)
         try:
-            self._posting.reach(link, self._transfers, self._open_posting_agent).notify(note, link)
+            self._posting.reach(link).notify(note, link)
         except TransportError as error:
             self._fail(link, str(error))
             raise
@@ -369,27 +343,11 @@ class NixlTransport:
         if self._notes is None:
             self._notes = deque(maxlen=MAX_NOTES)
         if self._serving is not None:
-            self._progress(self._serving)
+            self._poll_agent(self._serving)
+            self._is_serving_polled = True
         notes = list(self._notes)
         self._notes.clear()
         return notes
-
-    def close(self) -> None:
-        """Wait a bounded time for posted batches, then close all agents.
-
-        No byte is written afterwards.
-        """
-        if self._serving is None:
-            return
-        for peer in list(self._links):
-            self.disconnect(peer)
-        deadline = time.monotonic() + DRAIN_TIMEOUT_S
-        while self._transfers and time.monotonic() < deadline:
-            self.poll()
-        self._posting.close(self._transfers)
-        self._transfers.clear()
-        self._serving.close()
-        self._serving = None
 
     def _registered(self) -> NixlAgent:
         if self._serving is None:
@@ -429,33 +387,21 @@ class NixlTransport:
             )
         return agent
 
-    def _link(self, peer: PeerId) -> NixlLink:
-        link = self._links.get(peer)
-        if link is None:
-            raise TransportError(f"peer {peer} is not connected over nixl")
-        return link
-
-    def _enqueue(
-        self, handle: Handle, link: NixlLink, operation: Operation, batches: Iterator[Descriptors]
-    ) -> Handle:
+    def _transfer(
+        self, handle: Handle, link: NixlLink, operation: Operation, cut: Iterator[Descriptors]
+    ) -> NixlTransfer:
         try:
-            agent = self._posting.reach(link, self._transfers, self._open_posting_agent)
+            agent = self._posting.reach(link)
         except TransportError as error:
             self._fail(link, str(error))
             raise
-        self._transfers.append(NixlTransfer(handle, link, agent, operation, batches))
-        return handle
+        return NixlTransfer(handle, link, operation, batches=cut, agent=agent)
 
-    def _batches(self, segments: Sequence[Segments], link: NixlLink) -> Iterator[Descriptors]:
-        """Compute the descriptors when the first batch is posted, not when the transfer starts."""
-        local, remote = self._regions, link.regions
-        yield from batches(
-            descriptors_between(segments, local, remote),
-            MAX_BATCH_BYTES[local[0].memory],
-            MAX_BATCH_DESCRIPTORS,
-        )
+    def _enqueue(self, transfer: NixlTransfer) -> Handle:
+        self._transfers[transfer.handle] = transfer
+        return transfer.handle
 
-    def _progress(self, agent: NixlAgent) -> None:
+    def _poll_agent(self, agent: NixlAgent) -> None:
         is_known = time.monotonic() < self._known_until
         # CPU time of this thread, not wall time: a call that was merely preempted moved nothing.
         began = 0.0 if is_known else time.thread_time()
@@ -476,52 +422,20 @@ class NixlTransport:
         if self._posting.needs_agent_close(transfer):
             self._give_up(transfer.agent, transfer.link)
 
-    def _post_next(self) -> NixlTransfer | None:
-        """Post one batch of the next transfer in round-robin order; return the transfer."""
-        for _ in range(len(self._transfers)):
-            transfer = self._transfers[0]
-            self._transfers.rotate(-1)
-            if not transfer.can_post:
-                continue
-            try:
-                transfer.post()
-            except TransportError as error:
-                self._fail(transfer.link, str(error))
-            return transfer
-        return None
-
     def _give_up(self, agent: NixlAgent, link: NixlLink) -> None:
         """Stop all transfers that wait for a silent peer on this agent.
 
         The timeout has passed once for this peer, so further transfers do not wait once more.
         """
         why = f"peer {link.peer} did not end a stopped transfer"
-        for transfer in self._transfers:
+        for transfer in self._transfers.values():
             if transfer.link is link and transfer.agent is agent:
                 transfer.stop(why, agent.last_completed_at(link))
         if self._posting.is_in_use(agent):
             self._fail(link, why)
 
     def _fail(self, link: NixlLink, why: str) -> None:
-        """Drop a connection that has failed.
-
-        If the connection is current, all links to the same agent are dropped too.
-        """
-        is_current = self._links.get(link.peer) is link
-        for each in [
-            each for each in self._links.values() if is_current and each.agent == link.agent
-        ]:
-            self._drop(each, why)
-        self._drop(link, why)
-
-    def _drop(self, link: NixlLink, why: str) -> None:
-        """Stop using a connection. The peer's agent is removed once no transfer to the peer is
-        posted.
-        """
+        """Drop a connection that has failed, and all links to the same agent with it."""
         if self._links.get(link.peer) is link:
-            del self._links[link.peer]
-            if not any(other.agent == link.agent for other in self._links.values()):
-                self._posting.leave(link.agent)
-        for transfer in self._transfers:
-            if transfer.link is link:
-                transfer.stop(why, time.monotonic())
+            for each in [each for each in self._links.values() if each.agent == link.agent]:
+                self._drop(each, why)

@@ -28,6 +28,7 @@ from kvferry.errors import TransportError
 from kvferry.sleep import SHORT_SLEEP_S
 from kvferry.transports.base import Completion, Handle, Operation, Segments, TransportOffer
 from kvferry.transports.copy.gather import AddressCopier
+from kvferry.transports.linked import decoded_offer
 from kvferry.transports.nixl.bounce.initiator import BounceTransfers
 from kvferry.transports.nixl.bounce.mailbox import Mailbox
 from kvferry.transports.nixl.bounce.memory import (
@@ -52,7 +53,7 @@ from kvferry.transports.nixl.bounce.settings import (
     is_fragmented,
 )
 from kvferry.transports.nixl.bounce.slots import BounceBuffer, CopyLimits, SlotTable
-from kvferry.transports.nixl.transport import NixlOffer, NixlTransport, decode_offer
+from kvferry.transports.nixl.transport import NixlOffer, NixlTransport
 from kvferry.types import MemoryKind, PeerId, Region
 
 BUSY_S = 0.002
@@ -172,7 +173,7 @@ class BounceNixlTransport:
         return replace(offer, blob=blob)
 
     def connect(self, peer: PeerId, offer: TransportOffer, regions: Sequence[Region]) -> None:
-        decoded = decode_offer(peer, offer, _BounceOffer)
+        decoded = decoded_offer(peer, offer, _BounceOffer)
         self._forget(peer, f"peer {peer} was connected again")
         self._plain.connect_agent(peer, decoded, regions)
         if decoded.bounce_version == BOUNCE_VERSION:
@@ -209,9 +210,9 @@ class BounceNixlTransport:
         self._receive(endpoint, now)
         bounce = self._bounce
         if bounce is None:
-            return self._plain.poll_posted()
+            return self._plain.poll()
         self._tick(endpoint, bounce, now)
-        completions = self._plain.poll_posted()
+        completions = self._plain.poll()
         now = time.monotonic()
         ended = [each for each in completions if not bounce.transfers.settle(each, now)]
         if len(ended) < len(completions):
