@@ -10,7 +10,8 @@ import msgspec
 from kvferry.errors import TransportError
 from kvferry.transports.base import TransportOffer
 from kvferry.transports.cuda_ipc import driver as cuda_driver
-from kvferry.transports.locality import ProcessIncarnation, host_identity
+from kvferry.transports.linked import Link, decoded_offer
+from kvferry.transports.locality import ProcessIncarnation, check_same_host, process_ended
 from kvferry.types import PeerId, Region
 
 MAX_ALLOCATIONS = 4096
@@ -39,7 +40,7 @@ class CudaOffer(msgspec.Struct, frozen=True, array_like=True):
     allocations: list[OfferedAllocation]
 
 
-class PeerMemory:
+class PeerMemory(Link):
     """The opened allocations of one peer. The owner must call `close`.
 
     The constructor opens all allocations. TransportError if an allocation is not as offered.
@@ -48,17 +49,17 @@ class PeerMemory:
     def __init__(
         self,
         peer: PeerId,
-        offer: CudaOffer,
         regions: tuple[Region, ...],
+        offer: CudaOffer,
         device: int,
         may_be_elsewhere: bool,
     ) -> None:
-        self.regions = regions
+        super().__init__(peer, regions)
         self.sizes = [region.size_bytes for region in regions]
         self._opened: list[int] = []
         incarnation = ProcessIncarnation.watch(offer.pid, offer.start_ticks)
         if incarnation is None:
-            raise TransportError(has_ended(peer))
+            raise TransportError(process_ended(peer))
         self._incarnation = incarnation
         try:
             _check_reach(peer, offer.gpu, device, may_be_elsewhere)
@@ -68,8 +69,8 @@ class PeerMemory:
                 self.close()
             raise
 
-    def has_ended(self) -> bool:
-        return self._incarnation.has_ended()
+    def problem(self) -> str | None:
+        return process_ended(self.peer) if self._incarnation.has_ended() else None
 
     def close(self) -> None:
         """Close all allocations. Idempotent.
@@ -103,13 +104,7 @@ class PeerMemory:
 
 def decode_offer(peer: PeerId, offer: TransportOffer) -> CudaOffer:
     """Decode an offer. TransportError if malformed, or from another host, user or container."""
-    try:
-        decoded = msgspec.msgpack.decode(offer.blob, type=CudaOffer)
-    except msgspec.MsgspecError as error:
-        raise TransportError(
-            f"the cuda_ipc offer of {peer} cannot be understood ({error}); do both sides run the "
-            "same kvferry?"
-        ) from error
+    decoded = decoded_offer(peer, offer, CudaOffer)
     numbers = [
         decoded.pid,
         decoded.start_ticks,
@@ -124,16 +119,8 @@ def decode_offer(peer: PeerId, offer: TransportOffer) -> CudaOffer:
         raise TransportError(
             f"the cuda_ipc offer of {peer} does not describe device memory; drop this peer"
         )
-    if offer.reach != host_identity():
-        raise TransportError(
-            f"the cuda_ipc offer of {peer} is from another host, user or container; use another "
-            "transport"
-        )
+    check_same_host(peer, offer)
     return decoded
-
-
-def has_ended(peer: PeerId) -> str:
-    return f"the process of peer {peer} has ended"
 
 
 def _check_reach(peer: PeerId, gpu: bytes, device: int, may_be_elsewhere: bool) -> None:

@@ -21,24 +21,17 @@ See docs/decisions/036-cuda-ipc.md.
 import logging
 import os
 import time
-from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvferry.errors import LocalProtocolError, TransportError
+from kvferry.errors import TransportError
 from kvferry.sleep import SHORT_SLEEP_S
-from kvferry.transports.base import (
-    Completion,
-    Handle,
-    Operation,
-    Segments,
-    TransportOffer,
-    memory_not_registered,
-)
+from kvferry.transports.base import Completion, Handle, Operation, Segments, TransportOffer
 from kvferry.transports.copy.gather import AddressCopies, Timing
-from kvferry.transports.copy.segments import check_regions, check_segment_fields, check_segments
+from kvferry.transports.copy.segments import check_segment_fields
 from kvferry.transports.copy.table import FIRST_ROWS, group_by_offsets, is_one_launch, split_by_tick
 from kvferry.transports.cuda_ipc import driver as cuda_driver
 from kvferry.transports.cuda_ipc.peer import (
@@ -46,31 +39,27 @@ from kvferry.transports.cuda_ipc.peer import (
     OfferedAllocation,
     PeerMemory,
     decode_offer,
-    has_ended,
 )
-from kvferry.transports.locality import host_identity, start_ticks
-from kvferry.transports.write_grants import write_grants_unsupported
+from kvferry.transports.linked import LINK_CHECK_S, LinkedTransfer, LinkedTransport
+from kvferry.transports.locality import host_identity, own_start_ticks
 from kvferry.types import MemoryKind, PeerId, Region
 
 if TYPE_CHECKING:
     from kvferry.transports.copy.cuda import CudaAddressCopier, CudaCopyJob, CudaDevice
 
 
-class CudaTransfer:
+class CudaTransfer(LinkedTransfer[PeerMemory]):
     """One transfer by our own kernels: segments as addresses, launched step by step."""
 
-    def __init__(self, handle: Handle, peer: PeerId, copies: Sequence[AddressCopies]) -> None:
-        self.handle = handle
-        self.peer = peer
-        self._began = time.perf_counter()
+    def __init__(
+        self, handle: Handle, link: PeerMemory, operation: Operation, copies: list[AddressCopies]
+    ) -> None:
+        # A launch that fails says nothing about the peer.
+        super().__init__(handle, link, operation, keeps_link=True)
         self._copies = copies
         self._launches = split_by_tick(copies)
         self._next = next(self._launches, None)
         self._jobs: list[CudaCopyJob] = []
-        self.error: str | None = None
-        self._total_bytes = 0
-        self._num_launches = 0
-        self._post_s = 0.0
 
     @property
     def is_launching(self) -> bool:
@@ -93,15 +82,15 @@ class CudaTransfer:
         except TransportError as error:
             self.stop(str(error))
             return
-        self._total_bytes += sum(part.total_bytes for part in self._next)
+        self.total_bytes += sum(part.total_bytes for part in self._next)
         self._next = next(self._launches, None)
-        self._num_launches += 1
-        self._post_s += time.perf_counter() - began
+        self.segments += 1
+        self.post_s += time.perf_counter() - began
 
     def stop(self, why: str) -> None:
-        """Launch no further kernels. Only the first reason is kept."""
+        """Launch no further kernels."""
         self._next = None
-        self.error = self.error or why
+        super().stop(why)
 
     def has_ended(self) -> bool:
         """Whether no kernel of the transfer touches memory any more, and none will."""
@@ -114,21 +103,8 @@ class CudaTransfer:
             return True
 
     def completion(self) -> Completion:
-        elapsed = time.perf_counter() - self._began
-        device_s = (
-            None
-            if self.error or not self._jobs or self._jobs[0].timespan is None
-            else self._device_s()
-        )
-        return Completion(
-            self.handle,
-            self.error,
-            self._total_bytes,
-            self._num_launches,
-            self._post_s,
-            elapsed,
-            device_s,
-        )
+        is_timed = self.error is None and self._jobs and self._jobs[0].timespan is not None
+        return replace(super().completion(), device_s=self._device_s() if is_timed else None)
 
     def _device_s(self) -> float | None:
         times = (job.device_s(self._jobs[0]) for job in self._jobs)
@@ -138,8 +114,6 @@ class CudaTransfer:
 # -- transport --
 
 
-DEATH_CHECK_S = 2.0
-"""How often the processes of all peers are checked, besides the check after each transfer."""
 LAUNCH_S = 500e-6
 """How long one poll launches kernels of a transfer.
 
@@ -156,30 +130,25 @@ A copy of 1 GiB takes a quarter of this time.
 _log = logging.getLogger(__name__)
 
 
-class CudaIpcTransport:
+class CudaIpcTransport(LinkedTransport[PeerMemory, CudaTransfer]):
     """Implements `base.DataTransport` for device memory.
 
     CUDA is not loaded before `register` is called with device memory.
     """
 
+    name = "cuda_ipc"
+    link_check_s = LINK_CHECK_S
+
     def __init__(self) -> None:
-        self._regions: tuple[Region, ...] = ()
+        super().__init__()
         self._addresses: list[int] = []
         self._sizes: list[int] = []
         self._device: CudaDevice | None = None
-        self._offer: CudaOffer | None = None
-        self._peers: dict[PeerId, PeerMemory] = {}
-        self._transfers: deque[CudaTransfer] = deque()
-        self._last_handle = 0
-        self._next_death_check = 0.0
+        self._offer: CudaOffer
         self._moved_at = 0.0
         """When a kernel was last launched or a transfer last ended."""
 
-    @property
-    def name(self) -> str:
-        return "cuda_ipc"
-
-    def register(self, regions: Sequence[Region]) -> bool:
+    def _open(self, regions: tuple[Region, ...]) -> bool:
         if {region.memory for region in regions} != {MemoryKind.VRAM} or len(
             {region.device for region in regions}
         ) != 1:
@@ -200,7 +169,7 @@ class CudaIpcTransport:
                 "this cache cannot be shared with other processes over cuda_ipc: %s", error
             )
             return False
-        self._device, self._regions = device, tuple(regions)
+        self._device = device
         self._addresses, self._sizes = (
             [region.address for region in regions],
             [region.size_bytes for region in regions],
@@ -208,71 +177,36 @@ class CudaIpcTransport:
         return True
 
     def offer(self) -> TransportOffer:
-        if self._offer is None:
-            raise memory_not_registered(self.name)
+        self._check_open()
         return TransportOffer(self.name, host_identity(), msgspec.msgpack.encode(self._offer))
 
-    def connect(self, peer: PeerId, offer: TransportOffer, regions: Sequence[Region]) -> None:
+    def _connect(
+        self, peer: PeerId, offer: TransportOffer, regions: tuple[Region, ...]
+    ) -> PeerMemory:
         device = self._entered()
-        check_regions(regions, peer)
         decoded = decode_offer(peer, offer)
         if decoded.pid == os.getpid():
             raise TransportError(
                 f"{peer} is this process itself, whose memory cannot be opened again; "
                 "drop this peer"
             )
+        # Memory of the same allocation is not opened twice at a time.
         self.disconnect(peer)
-        self._peers[peer] = PeerMemory(
-            peer, decoded, tuple(regions), device.number, device.copier.reaches_other_gpus
-        )
+        return PeerMemory(peer, regions, decoded, device.number, device.copier.reaches_other_gpus)
 
-    def disconnect(self, peer: PeerId) -> None:
-        self._drop(peer, f"peer {peer} was disconnected")
-
-    def read(self, peer: PeerId, segments: Sequence[Segments]) -> Handle:
-        return self._start(peer, segments, Operation.READ)
-
-    def write(self, peer: PeerId, segments: Sequence[Segments], grant_id: int = 0) -> Handle:
-        return self._start(peer, segments, Operation.WRITE)
-
-    @property
-    def supports_write_grants(self) -> bool:
-        return False
-
-    def grant_writes(self, grant_id: int, blocks: Sequence[Sequence[int]]) -> None:
-        raise write_grants_unsupported(self.name)
-
-    def revoke_writes(self, grant_id: int) -> Handle:
-        raise write_grants_unsupported(self.name)
-
-    def poll(self) -> list[Completion]:
-        if self._device is None:
-            return []
-        now = time.monotonic()
-        if now >= self._next_death_check:
-            self._next_death_check = now + DEATH_CHECK_S
-            for peer in [peer for peer, memory in self._peers.items() if memory.has_ended()]:
-                self._drop(peer, has_ended(peer))
+    def _progress(self) -> None:
         if not self._transfers:
-            return []
+            return
         launched = self._launch_next()
-        others = [transfer for transfer in self._transfers if transfer is not launched]
-        if launched is None and self._is_moving(now):
+        others = [each for each in self._transfers.values() if each is not launched]
+        if launched is None and self._is_moving(time.monotonic()):
             self._watch()
-        return self._take_ended(others)
-
-    def cancel(self, handle: Handle) -> None:
-        for transfer in self._transfers:
-            if transfer.handle == handle:
-                transfer.stop("cancelled")
+        self._end_finished(others)
 
     def poll_interval_s(self) -> float | None:
         if self._transfers:
             return 0.0 if self._is_moving(time.monotonic()) else SHORT_SLEEP_S
-        return DEATH_CHECK_S if self._peers else None
-
-    def serving_interval_s(self) -> float | None:
-        return None
+        return super().poll_interval_s()
 
     def set_timing(self, timing: Timing) -> None:
         """Set whether completions report the device's time; the measurement costs some
@@ -280,55 +214,48 @@ class CudaIpcTransport:
         """
         self._entered().copier.timing = timing
 
-    def close(self) -> None:
-        """Close the transport.
-
-        Waits for running kernels, which may touch memory that is freed next.
-        """
-        if self._device is None:
-            return
-        for peer in list(self._peers):
-            self.disconnect(peer)
-        self._transfers.clear()
+    def _close(self) -> None:
+        """Waits for running kernels, which may touch memory that is freed next."""
         device, self._device = self._device, None
-        device.close()
+        if device is not None:
+            device.close()
 
     def _entered(self) -> "CudaDevice":
         """Return the device, with the device's context current in the calling thread."""
-        if self._device is None:
-            raise memory_not_registered(self.name)
+        self._check_open()
+        assert self._device is not None
         self._device.work()
         return self._device
 
-    def _start(self, peer: PeerId, segments: Sequence[Segments], operation: Operation) -> Handle:
-        memory = self._peers.get(peer)
-        if memory is None:
-            raise TransportError(f"peer {peer} is not connected over cuda_ipc")
-        check_segment_fields(segments, self._regions, memory.regions, peer)
-        copies = [self._copies(group, memory, operation) for group in group_by_offsets(segments)]
-        self._last_handle += 1
-        transfer = CudaTransfer(Handle(self._last_handle), peer, copies)
+    def _check_segments(self, segments: Sequence[Segments], link: PeerMemory) -> None:
+        """Check all but the offsets, which are checked when they are written into the table."""
+        check_segment_fields(segments, self._regions, link.regions, link.peer)
+
+    def _post(
+        self, link: PeerMemory, segments: Sequence[Segments], operation: Operation, grant_id: int
+    ) -> CudaTransfer:
+        copies = [self._copies(group, link, operation) for group in group_by_offsets(segments)]
+        transfer = CudaTransfer(self._next_handle(), link, operation, copies)
         copier = self._entered().copier
         is_next = (
             transfer.is_launching
             and not copier.is_full
-            and not any(each.is_launching for each in self._transfers)
+            and not any(each.is_launching for each in self._transfers.values())
         )
-        # Offsets are checked when written into the table. A small transfer is checked completely
-        # before any byte moves. For a large transfer a complete check would take as long as moving
-        # a good part of the bytes, so the offsets are checked launch by launch.
+        # A small transfer is checked completely before any byte moves. For a large transfer a
+        # complete check would take as long as moving a good part of the bytes, so the offsets are
+        # checked launch by launch.
         if sum(part.num_rows for part in copies) <= FIRST_ROWS and not (
             is_next and transfer.is_one_launch
         ):
-            check_segments(segments, self._regions, memory.regions, peer)
+            super()._check_segments(segments, link)
         # A transfer with one launch is checked by the launch, before anything moves. If the launch
         # failed, the check below raises the precise error.
         if is_next:
             self._launch(transfer, copier)
             if transfer.error is not None:
-                check_segments(segments, self._regions, memory.regions, peer)
-        self._transfers.append(transfer)
-        return transfer.handle
+                super()._check_segments(segments, link)
+        return transfer
 
     def _copies(
         self, group: Sequence[Segments], memory: PeerMemory, operation: Operation
@@ -352,18 +279,19 @@ class CudaIpcTransport:
 
         None if every transfer is completely launched, or the device's queue is full.
         """
-        if not any(transfer.is_launching for transfer in self._transfers):
+        if not any(transfer.is_launching for transfer in self._transfers.values()):
             return None
         copier = self._entered().copier
-        for _ in range(0 if copier.is_full else len(self._transfers)):
-            transfer = self._transfers[0]
-            self._transfers.rotate(-1)
-            if transfer.is_launching:
-                until = time.monotonic() + LAUNCH_S
-                while transfer.is_launching and not copier.is_full and time.monotonic() < until:
-                    self._launch(transfer, copier)
-                return transfer
-        return None
+        transfer = None if copier.is_full else self._next_in_turn(lambda each: each.is_launching)
+        until = time.monotonic() + LAUNCH_S
+        while (
+            transfer is not None
+            and transfer.is_launching
+            and not copier.is_full
+            and time.monotonic() < until
+        ):
+            self._launch(transfer, copier)
+        return transfer
 
     def _launch(self, transfer: CudaTransfer, copier: "CudaAddressCopier") -> None:
         transfer.launch(copier)
@@ -386,46 +314,35 @@ class CudaIpcTransport:
         """
         return now < self._moved_at + BUSY_S
 
-    def _take_ended(self, transfers: Sequence[CudaTransfer]) -> list[Completion]:
+    def _end_finished(self, transfers: Sequence[CudaTransfer]) -> None:
         ended = [transfer for transfer in transfers if transfer.has_ended()]
         if not ended:
-            return []
-        for peer in {transfer.peer for transfer in ended}:
+            return
+        for memory in {transfer.link for transfer in ended}:
             # Bytes read from a process that has died may be wrong.
-            if peer in self._peers and self._peers[peer].has_ended():
-                self._drop(peer, has_ended(peer))
-        self._transfers = deque(transfer for transfer in self._transfers if transfer not in ended)
+            self._is_usable(memory)
         self._moved_at = time.monotonic()
-        return [transfer.completion() for transfer in ended]
+        self._ended.extend(transfer.completion() for transfer in ended)
 
-    def _drop(self, peer: PeerId, why: str) -> None:
-        """Drop a peer and close the peer's memory once no kernel touches it.
+    def _disconnect(self, link: PeerMemory, why: str) -> None:
+        """Close the peer's memory once no kernel touches it.
 
         Running kernels end within moments, whatever the peer does.
         """
-        memory = self._peers.pop(peer, None)
-        if memory is None:
-            return
-        for transfer in self._transfers:
-            if transfer.peer == peer:
-                transfer.stop(why)
         device = self._entered()
-        if any(transfer.peer == peer for transfer in self._transfers):
+        stopped = [each for each in self._transfers.values() if each.link is link]
+        for transfer in stopped:
+            transfer.stop(why)
+        if stopped:
             device.wait()
         try:
-            memory.close()
+            link.close()
         except TransportError as error:
-            _log.warning("memory of a peer cannot be closed peer=%s reason=%s", peer, error)
+            _log.warning("memory of a peer cannot be closed peer=%s reason=%s", link.peer, error)
 
 
 def _own_offer(regions: Sequence[Region], device: int) -> CudaOffer:
     """Return our offer, which contains every allocation with a region once."""
-    ticks = start_ticks(os.getpid())
-    if ticks is None:
-        raise LocalProtocolError(
-            "/proc does not show this process, so its cache cannot be offered over cuda_ipc; "
-            "mount /proc"
-        )
     allocations: dict[int, OfferedAllocation] = {}
     for region in regions:
         found = cuda_driver.allocation_of(region.address)
@@ -434,4 +351,9 @@ def _own_offer(regions: Sequence[Region], device: int) -> CudaOffer:
         if found.address not in allocations:
             handle = cuda_driver.export_handle(found)
             allocations[found.address] = OfferedAllocation(handle, found.address, found.size_bytes)
-    return CudaOffer(os.getpid(), ticks, cuda_driver.uuid_of(device), list(allocations.values()))
+    return CudaOffer(
+        os.getpid(),
+        own_start_ticks("cuda_ipc"),
+        cuda_driver.uuid_of(device),
+        list(allocations.values()),
+    )
