@@ -297,7 +297,9 @@ class LinkedTransport(ABC, Generic[AnyLinkT, TransferT]):
         return Handle(self._last_handle)
 
     def _is_usable(self, link: AnyLinkT) -> bool:
-        """Whether a peer can still be reached; drops the link if not."""
+        """Whether a link is in use and its peer can still be reached; drops the link if not."""
+        if self._links.get(link.peer) is not link:
+            return False
         problem = link.problem()
         if problem is not None:
             self._drop(link, problem)
