@@ -140,10 +140,11 @@ def test_segments_are_described_for_people(folder: Path) -> None:
     shown = {info.path: info for info in list_segments(folder)}
     assert {*shown} == {path_of(one), path_of(two)}
     info = shown[path_of(one)]
-    assert (info.is_live, info.num_objects, info.num_rows) == (True, 1, 3)
-    assert (info.row_bytes, info.owner_pid) == (ROW_BYTES, os.getpid())
+    assert (info.is_live, info.num_objects) == (True, 1)
+    assert (info.header.layout.row_bytes, info.header.layout.num_rows) == (ROW_BYTES, 3)
+    assert info.header.owner_pid == os.getpid()
     assert info.namespace == NAMESPACE.hex
-    assert info.namespace_text == NAMESPACE.text
+    assert info.header.namespace_text == NAMESPACE.text
     assert info.total_bytes == path_of(one).stat().st_size
     assert info.last_store_s > 0
     assert shown[path_of(two)].is_live is False

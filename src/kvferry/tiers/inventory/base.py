@@ -12,6 +12,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from kvferry.tiers.keys import Namespace
+from kvferry.tiers.pool.reader import SegmentInfo
 
 MAX_TEXT_BYTES = 1 << 20
 """The longest description of a namespace that is read."""
@@ -41,19 +42,6 @@ class CheckResult:
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentSummary:
-    """One segment of the host pool."""
-
-    path: str
-    owner_pid: int
-    is_live: bool
-    """Whether the owner lives."""
-    num_objects: int
-    num_rows: int
-    total_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class NamespaceSummary:
     namespace: str
     """The digest of the namespace, in hex."""
@@ -63,7 +51,7 @@ class NamespaceSummary:
     used_bytes: int = 0
     last_used_s: float = 0.0
     """Seconds since 1970; 0 if the namespace is empty."""
-    segments: tuple[SegmentSummary, ...] = ()
+    segments: tuple[SegmentInfo, ...] = ()
     """Of a host pool."""
 
 

@@ -154,37 +154,29 @@ class SegmentInfo:
     """One segment on this host, for people."""
 
     path: Path
-    namespace: str
-    """The digest of the namespace, in hex."""
-    namespace_text: str
-    row_bytes: int
-    num_rows: int
+    header: Header
     num_objects: int
-    total_bytes: int
-    """The size of the file."""
-    owner_pid: int
     is_live: bool
     """Whether the owner lives."""
     last_store_s: float
     """When the owner last stored an object, in seconds since 1970; 0 if it never did."""
+
+    @property
+    def namespace(self) -> str:
+        """The digest of the namespace, in hex."""
+        return self.header.namespace.hex()
+
+    @property
+    def total_bytes(self) -> int:
+        """The size of the file."""
+        return self.header.layout.total_bytes
 
 
 def list_segments(folder: Path) -> Iterator[SegmentInfo]:
     """Describe all segments in a folder. Files that are no valid segments are left out."""
     for path in segment_paths(folder):
         opened = open_for_reading(path)
-        if opened is None:
-            continue
-        header, table = opened
-        yield SegmentInfo(
-            path=path,
-            namespace=header.namespace.hex(),
-            namespace_text=header.namespace_text,
-            row_bytes=header.layout.row_bytes,
-            num_rows=header.layout.num_rows,
-            num_objects=table.num_ready,
-            total_bytes=header.layout.total_bytes,
-            owner_pid=header.owner_pid,
-            is_live=is_locked(path),
-            last_store_s=table.last_store_s,
-        )
+        if opened is not None:
+            header, table = opened
+            is_live = is_locked(path)
+            yield SegmentInfo(path, header, table.num_ready, is_live, table.last_store_s)
