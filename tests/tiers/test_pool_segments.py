@@ -16,7 +16,7 @@ from tests.tiers.pool_engine import NAMESPACE, ROW_BYTES, PoolEngine, key, path_
 
 from kvferry.errors import ConfigError
 from kvferry.host_memory import available_bytes
-from kvferry.tiers.base import ObjectKey, ObjectKeys
+from kvferry.tiers.base import EntryKey, EntryKeys
 from kvferry.tiers.keys import Namespace
 from kvferry.tiers.pool import host_pool
 from kvferry.tiers.pool.host_pool import HostPool
@@ -40,7 +40,7 @@ def test_the_next_engine_adopts_the_segment_and_finds_its_objects(folder: Path) 
     path = path_of(first)
     first.pool.close()
     first.pool.close()
-    assert first.pool.usage().num_objects == 2
+    assert first.pool.usage().num_entries == 2
     second = PoolEngine.open(folder, 3, make_policy=ArcPolicy)
     assert path_of(second) == path
     assert [second.has(each) for each in (A, B, C, D)] == [True, False, True, False]
@@ -345,7 +345,7 @@ def test_the_same_bytes_undamaged_are_adopted(folder: Path) -> None:
 
 def test_an_entry_with_the_key_of_another_row_is_refused(folder: Path) -> None:
     # The keys share a bucket of the index, so that a reader finds both rows for either.
-    one_key, other_key = (ObjectKey(bytes(8) + each[8:]) for each in (A, B))
+    one_key, other_key = (EntryKey(bytes(8) + each[8:]) for each in (A, B))
     one = PoolEngine.open(folder, 2)
     one.store(one_key)
     one.store(other_key)
@@ -385,7 +385,7 @@ def test_damage_anywhere_in_a_segment_gives_no_error_and_no_wrong_bytes(
             two.has(key(number))  # asserts that what is loaded is right
         reader = PoolReader(here, NAMESPACE)
         reader.refresh(now=0.0)
-        reader.are_stored(ObjectKeys(b"".join(map(key, range(4)))))
+        reader.are_stored(EntryKeys(b"".join(map(key, range(4)))))
     one.pool.close()
     adopted = PoolEngine.open(here, 4, 200)
     for number in range(4):

@@ -34,7 +34,7 @@ ATTEMPTS = 3
 
 
 class PoolInventory:
-    """Implements `Inventory`. The name of an object is `<file name>:<row>`."""
+    """Implements `Inventory`. The name of an entry is `<file name>:<row>`."""
 
     tier = "cpu"
 
