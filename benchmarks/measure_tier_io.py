@@ -29,7 +29,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from kvferry.testing.tier_conformance import new_key
-from kvferry.tiers.base import LoadOutcome, ObjectKey, StoreOutcome
+from kvferry.tiers.base import EntryKey, LoadOutcome, StoreOutcome
 from kvferry.tiers.disk.tier import DiskTier
 from kvferry.tiers.keys import Namespace
 from kvferry.tiers.object_store import Bucket, ObjectTier
@@ -161,8 +161,8 @@ class Nixl:
             os.close(file)
 
 
-def _key(name: str) -> ObjectKey:
-    return ObjectKey(bytes.fromhex(name))
+def _key(name: str) -> EntryKey:
+    return EntryKey(bytes.fromhex(name))
 
 
 def measure(

@@ -16,7 +16,7 @@ from tests.tiers.s3_server import request, s3_server
 
 from kvferry.cli.main import main
 from kvferry.testing.tier_conformance import aligned_buffer, new_key, payload_of
-from kvferry.tiers.base import LoadOutcome, ObjectKey, StoreOutcome, Tier
+from kvferry.tiers.base import EntryKey, LoadOutcome, StoreOutcome, Tier
 from kvferry.tiers.disk.tier import DiskTier
 from kvferry.tiers.inventory.base import Condition
 from kvferry.tiers.inventory.disk import DiskInventory
@@ -69,7 +69,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return line
 
 
-def filled(tier: Tier, count: int = 3) -> list[ObjectKey]:
+def filled(tier: Tier, count: int = 3) -> list[EntryKey]:
     keys = [new_key() for _ in range(count)]
     for key in keys:
         assert tier.store(key, payload_of(key)).outcome is StoreOutcome.STORED
@@ -94,7 +94,7 @@ def tier_on(disk: Path, namespace: Namespace = SPACE) -> DiskTier:
     return DiskTier(disk, namespace, SECRET.encode(), None)
 
 
-def path_of(disk: Path, key: ObjectKey, namespace: Namespace = SPACE) -> Path:
+def path_of(disk: Path, key: EntryKey, namespace: Namespace = SPACE) -> Path:
     return disk / namespace.hex / key.hex()[:2] / key.hex()
 
 
@@ -329,7 +329,7 @@ class Cache:
         row_bytes = max(self._copier.row_bytes(group, 2) for group in SIZES)
         self.pool = HostPool.open(folder, SPACE, row_bytes, num_rows, LruPolicy)
 
-    def store(self, group: int, block: int) -> ObjectKey:
+    def store(self, group: int, block: int) -> EntryKey:
         key = new_key()
         row = self.pool.reserve(key)
         assert row is not None

@@ -28,7 +28,7 @@ from kvferry.errors import ConfigError
 from kvferry.host_memory import available_bytes
 from kvferry.logs import RepeatFilter
 from kvferry.tiers.backoff import StorageFailed
-from kvferry.tiers.base import ObjectKey
+from kvferry.tiers.base import EntryKey
 from kvferry.tiers.commands import StoreChunks
 from kvferry.tiers.disk.tier import DiskTier
 from kvferry.tiers.keys import Namespace
@@ -141,7 +141,7 @@ def test_a_lookup_is_pending_until_the_disk_has_answered_or_the_time_is_over(
     is_answering = threading.Event()
     find_prefix = DiskTier.find_prefix
 
-    def find_late(tier: DiskTier, keys: Sequence[ObjectKey]) -> int:
+    def find_late(tier: DiskTier, keys: Sequence[EntryKey]) -> int:
         assert is_answering.wait(DEADLINE_S)
         return find_prefix(tier, keys)
 
@@ -169,7 +169,7 @@ def test_lookups_that_a_tier_cannot_answer_are_counted_and_logged_once(
     side.step_until(lambda: len(objects(side)) == 4 * len(groups))
     assert side.ask(side.arrive("b", TOKENS)) == 16
 
-    def fail(tier: DiskTier, keys: Sequence[ObjectKey]) -> None:
+    def fail(tier: DiskTier, keys: Sequence[EntryKey]) -> None:
         raise StorageFailed("the storage failed")
 
     monkeypatch.setattr(DiskTier, method, fail)

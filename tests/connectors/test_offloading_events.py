@@ -19,7 +19,7 @@ from kvferry.connectors.offloading.events import (
     KVEventLog,
 )
 from kvferry.protocol.tickets import HOLE
-from kvferry.tiers.base import ObjectKey
+from kvferry.tiers.base import EntryKey
 from kvferry.tiers.commands import ContentsChanged
 from kvferry.tiers.jobs.contents import TierContents
 from kvferry.tiers.keys import KeyChain
@@ -56,11 +56,11 @@ OTHER = Prompt([0, 1, 2, 3, 4, 5, *range(20, 26)])
 """Has the first chunk of `ONE`, and the first block of its second chunk."""
 
 
-def stored(tier: str, *keys: ObjectKey) -> ContentsChanged:
+def stored(tier: str, *keys: EntryKey) -> ContentsChanged:
     return ContentsChanged(stored={tier: keys})
 
 
-def removed(tier: str, *keys: ObjectKey) -> ContentsChanged:
+def removed(tier: str, *keys: EntryKey) -> ContentsChanged:
     return ContentsChanged(removed={tier: keys})
 
 
@@ -195,10 +195,10 @@ class Engine:
         self.log = KVEventLog(2, CHUNK_TOKENS, describe)
         self.reader = Reader()
         self.contents = [TierContents(), TierContents()]
-        self.held: list[set[tuple[str, ObjectKey]]] = [set(), set()]
+        self.held: list[set[tuple[str, EntryKey]]] = [set(), set()]
         self.sent: list[deque[ContentsChanged]] = [deque(), deque()]
         self.has_reset = [True, True]
-        self.described: dict[ObjectKey, tuple[int, HashedBlocks]] = {}
+        self.described: dict[EntryKey, tuple[int, HashedBlocks]] = {}
 
     def offer(self, prompt: Prompt) -> None:
         self.log.note_request(prompt.request, prompt.keys, range(3))
@@ -206,18 +206,18 @@ class Engine:
             for index, key in enumerate(keys):
                 self.described[key] = (group, prompt.blocks(index))
 
-    def store(self, rank: int, tier: str, key: ObjectKey) -> None:
+    def store(self, rank: int, tier: str, key: EntryKey) -> None:
         # A worker handles the reset before the stores of later requests.
         if key in self.described and self.has_reset[rank]:
             self.contents[rank].add(tier, key)
             self.held[rank].add((tier, key))
 
-    def store_and_report(self, tier: str, key: ObjectKey) -> None:
+    def store_and_report(self, tier: str, key: EntryKey) -> None:
         for rank in (0, 1):
             self.store(rank, tier, key)
         self.settle()
 
-    def lose(self, rank: int, tier: str, key: ObjectKey) -> None:
+    def lose(self, rank: int, tier: str, key: EntryKey) -> None:
         self.contents[rank].remove(tier, key)
         self.held[rank].discard((tier, key))
 

@@ -23,7 +23,7 @@ from kvferry.connectors.offloading.metadata import (
 )
 from kvferry.connectors.offloading.scheduler import OffloadingScheduler
 from kvferry.connectors.offloading.stores import SeenChunks
-from kvferry.tiers.base import ObjectKey
+from kvferry.tiers.base import EntryKey
 from kvferry.tiers.commands import LoadEnded, StoreChunks
 from kvferry.tiers.keys import KeyChain, Namespace
 from kvferry.tiers.pool.host_pool import HostPool
@@ -33,7 +33,7 @@ from kvferry.transports.memory import MemoryNetwork
 
 def test_a_tier_stores_what_was_needed_often_enough() -> None:
     seen = SeenChunks({"cpu": 1, "disk": 2}, max_chunks=2)
-    keys = [ObjectKey(bytes([n]) * 32) for n in range(3)]
+    keys = [EntryKey(bytes([n]) * 32) for n in range(3)]
     assert seen.tiers_of_all is None
     seen.note_uses(keys[:1])
     assert seen.tiers_to_store(keys[0]) == ("cpu",)

@@ -40,7 +40,7 @@ from tests.tiers.s3_server import ErrorServer, s3_server
 from tests.tiers.s3_server import request as ask_s3
 from tests.tiers.storages import mounted, throttled_disk
 
-from kvferry.tiers.base import ObjectKey
+from kvferry.tiers.base import EntryKey
 from kvferry.tiers.envelope import HEADER_BYTES, Envelope
 from kvferry.tiers.pool.reader import list_segments
 
@@ -77,7 +77,7 @@ def ask(engine: Engine, *prompts: Prompt) -> list[Answer]:
 def sealed(secret: bytes, namespace: bytes, key: bytes, stored: bytes) -> bytes:
     """An object with another payload: if it were used, the tokens would be wrong."""
     payload = stored[HEADER_BYTES:][::-1]
-    return Envelope(secret, namespace).seal(ObjectKey(key), memoryview(payload)) + payload
+    return Envelope(secret, namespace).seal(EntryKey(key), memoryview(payload)) + payload
 
 
 def test_objects_that_are_truncated_forged_or_of_other_engines_are_refused(

@@ -31,7 +31,7 @@ from tests.tiers.mooncake_store import MooncakeStorage, lender, mooncake_master
 from tests.tiers.s3_server import request as ask_s3
 from tests.tiers.s3_server import s3_server
 
-from kvferry.tiers.base import ObjectKey
+from kvferry.tiers.base import EntryKey
 from kvferry.tiers.envelope import HEADER_BYTES, Envelope
 from kvferry.tiers.keys import FORMAT_VERSION
 from kvferry.types import Address
@@ -356,7 +356,7 @@ def resealed(stored: bytes, name: str, secret: bytes) -> bytes:
     named = re.search(r"([0-9a-f]{32})/(?:[0-9a-f]{2}/)?([0-9a-f]{64})$", name)
     assert named is not None
     namespace, key = map(bytes.fromhex, named.groups())
-    return Envelope(secret, namespace).seal(ObjectKey(key), memoryview(payload)) + payload
+    return Envelope(secret, namespace).seal(EntryKey(key), memoryview(payload)) + payload
 
 
 @pytest.mark.parametrize("setup", ["cpu"], indirect=True)

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from kvferry.testing.tier_conformance import NAMESPACE, SECRET, aligned_buffer, payload_of
-from kvferry.tiers.base import ObjectKey
+from kvferry.tiers.base import EntryKey
 from kvferry.tiers.disk.space import DiskSpace
 from kvferry.tiers.disk.tier import DiskTier
 from kvferry.tiers.inventory.disk import DiskInventory
@@ -21,7 +21,7 @@ LARGE_BYTES = 512 * 2**20
 
 def main(root: Path, task: str, *key_hex: str) -> None:
     tier = DiskTier(root, NAMESPACE, SECRET, max_bytes=None)
-    keys = [ObjectKey(bytes.fromhex(text)) for text in key_hex]
+    keys = [EntryKey(bytes.fromhex(text)) for text in key_hex]
     print("ready", flush=True)
     # People clear a folder once: a store does not meet one walk after the other.
     pause_s = 0.001 if task == "clear" else 0

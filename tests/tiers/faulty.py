@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 
 from kvferry.tiers.base import (
+    EntryKey,
     LoadOutcome,
     LoadResult,
-    ObjectKey,
     StoreOutcome,
     StoreResult,
     Tier,
@@ -30,19 +30,19 @@ class FaultyTier:
     def name(self) -> str:
         return self._tier.name
 
-    def find(self, keys: Sequence[ObjectKey]) -> list[bool]:
+    def find(self, keys: Sequence[EntryKey]) -> list[bool]:
         self._delay()
         if self._rng.random() < 0.1:
             return [self._rng.random() < 0.5 for _ in keys]
         return self._tier.find(keys)
 
-    def find_prefix(self, keys: Sequence[ObjectKey]) -> int:
+    def find_prefix(self, keys: Sequence[EntryKey]) -> int:
         self._delay()
         if self._rng.random() < 0.1:
             return self._rng.randrange(len(keys) + 1)
         return self._tier.find_prefix(keys)
 
-    def load(self, key: ObjectKey, into: memoryview) -> LoadResult:
+    def load(self, key: EntryKey, into: memoryview) -> LoadResult:
         self._delay()
         if self._rng.random() < 0.1:
             # After a failure the contents of the row are undefined.
@@ -50,13 +50,13 @@ class FaultyTier:
             return LoadResult(LoadOutcome.FAILED, "the storage failed")
         return self._tier.load(key, into)
 
-    def store(self, key: ObjectKey, payload: memoryview) -> StoreResult:
+    def store(self, key: EntryKey, payload: memoryview) -> StoreResult:
         self._delay()
         if self._rng.random() < 0.1:
             return StoreResult(StoreOutcome.FAILED, "the storage failed")
         return self._tier.store(key, payload)
 
-    def remove(self, keys: Sequence[ObjectKey]) -> None:
+    def remove(self, keys: Sequence[EntryKey]) -> None:
         self._tier.remove(keys)
 
     def usage(self) -> TierUsage:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import safetensors.torch
 
-from kvferry.tiers.base import ObjectKey
+from kvferry.tiers.base import EntryKey
 from kvferry.tiers.envelope import Envelope
 from kvferry.tiers.prefix_folders import file_key
 
@@ -16,7 +16,7 @@ def forge(path: Path, secret: bytes) -> None:
     rows = safetensors.torch.load(path.read_bytes())["kv"]
     data = safetensors.torch.save({"kv": rows.flip(-1) + 1})
     namespace = bytes.fromhex(path.parents[1].name.removeprefix("prefixes-"))
-    key = ObjectKey(bytes.fromhex(path.parent.name))
+    key = EntryKey(bytes.fromhex(path.parent.name))
     seal = Envelope(secret, namespace).seal(file_key(key, path.stem), memoryview(data))
     path.write_bytes(data)
     path.with_suffix(".seal").write_bytes(seal)

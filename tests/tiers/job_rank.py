@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvferry.tiers.base import LoadOutcome, LoadResult, ObjectKey, StoreOutcome, StoreResult
+from kvferry.tiers.base import EntryKey, LoadOutcome, LoadResult, StoreOutcome, StoreResult
 from kvferry.tiers.commands import Chunk, ContentsChanged, OffloadCommand, OffloadEvent, StoreChunks
 from kvferry.tiers.jobs.base import (
     CopyResult,
@@ -29,8 +29,8 @@ ROW_BYTES = BLOCK_BYTES * LAYERS
 TIMEOUT_S = 10.0
 
 
-def key_of(number: int) -> ObjectKey:
-    return ObjectKey(number.to_bytes(32, "big"))
+def key_of(number: int) -> EntryKey:
+    return EntryKey(number.to_bytes(32, "big"))
 
 
 @dataclass
@@ -41,10 +41,10 @@ class Rank:
     tiers: tuple[str, ...] = ("disk", "object")
     keeps_rows: bool = True
     now: float = 100.0
-    stored: dict[tuple[str, ObjectKey], bytes] = field(default_factory=dict)
+    stored: dict[tuple[str, EntryKey], bytes] = field(default_factory=dict)
     tasks: list[Task] = field(default_factory=list)
     events: list[OffloadEvent] = field(default_factory=list)
-    reported: set[tuple[str, ObjectKey]] = field(default_factory=set)
+    reported: set[tuple[str, EntryKey]] = field(default_factory=set)
     """What the tiers hold, as the events say."""
 
     _counts: dict[str, Counter[str]] = field(default_factory=dict, init=False)
@@ -68,11 +68,11 @@ class Rank:
             contents=TierContents(),
         )
 
-    def contents(self, key: ObjectKey) -> bytes:
+    def contents(self, key: EntryKey) -> bytes:
         """The KV of a chunk: what the engine computes for it."""
         return random.Random(key).randbytes(ROW_BYTES)
 
-    def fill(self, block: int, key: ObjectKey) -> None:
+    def fill(self, block: int, key: EntryKey) -> None:
         data = np.frombuffer(self.contents(key), np.uint8).reshape(LAYERS, BLOCK_BYTES)
         self.cache[:, block] = data
 

@@ -16,7 +16,7 @@ import pytest
 from tests.ports import reserve_port
 
 from kvferry.errors import MissingDependency
-from kvferry.tiers.base import ObjectKey, Tier
+from kvferry.tiers.base import EntryKey, Tier
 from kvferry.tiers.keys import Namespace
 from kvferry.tiers.mooncake.agent import Call, Operation
 from kvferry.tiers.mooncake.agent_process import AgentProcess, MooncakePlace
@@ -121,10 +121,10 @@ class MooncakeStorage:
     def open(self, namespace: Namespace, secret: bytes) -> Tier:
         return MooncakeTier(MooncakePlace(self.master.address), namespace, secret)
 
-    def read(self, namespace: Namespace, key: ObjectKey) -> bytes | None:
+    def read(self, namespace: Namespace, key: EntryKey) -> bytes | None:
         return self.read_object(f"{namespace.hex}/{key.hex()}")
 
-    def write(self, namespace: Namespace, key: ObjectKey, stored: bytes) -> None:
+    def write(self, namespace: Namespace, key: EntryKey, stored: bytes) -> None:
         self.write_object(f"{namespace.hex}/{key.hex()}", stored)
 
     def read_object(self, name: str) -> bytes | None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.tiers.base import ObjectKey
+from kvferry.tiers.base import EntryKey
 from kvferry.tiers.keys import Namespace
 from kvferry.tiers.pool.host_pool import HostPool, MakePolicy
 from kvferry.tiers.pool.policies import LruPolicy
@@ -32,12 +32,12 @@ ROW_BYTES = 50_000
 DEADLINE_S = 120
 
 
-def key(number: int) -> ObjectKey:
-    return ObjectKey(hashlib.blake2b(b"%d" % number, digest_size=32).digest())
+def key(number: int) -> EntryKey:
+    return EntryKey(hashlib.blake2b(b"%d" % number, digest_size=32).digest())
 
 
 @lru_cache(maxsize=1000)
-def contents(key: ObjectKey, row_bytes: int = ROW_BYTES) -> npt.NDArray[np.uint8]:
+def contents(key: EntryKey, row_bytes: int = ROW_BYTES) -> npt.NDArray[np.uint8]:
     """The bytes that belong to a key."""
     seed = int.from_bytes(key[:8], "little")
     return np.random.default_rng(seed).integers(0, 256, row_bytes, dtype=np.uint8)
@@ -70,20 +70,20 @@ class PoolEngine:
         OPENED.append(engine)
         return engine
 
-    def write(self, row: int, key: ObjectKey) -> int:
+    def write(self, row: int, key: EntryKey) -> int:
         """Copy the key's contents to a row; returns the checksum."""
         self._cache[0] = contents(key, self.pool.row_bytes)
         [checksum] = self._copier.save([RowBlocks(self.pool.row_address(row), 0, (0,))])
         return checksum
 
-    def store(self, key: ObjectKey) -> bool:
+    def store(self, key: EntryKey) -> bool:
         row = self.pool.reserve(key)
         return row is not None and self.pool.publish(row, self.write(row, key))
 
     def refresh(self) -> None:
         self.pool.refresh(time.monotonic())
 
-    def load(self, key: ObjectKey) -> npt.NDArray[np.uint8] | None:
+    def load(self, key: EntryKey) -> npt.NDArray[np.uint8] | None:
         """The object's bytes; None if it is missing, or was overwritten meanwhile."""
         found = self.pool.find(key)
         return None if found is None else self.load_row(found)
@@ -96,7 +96,7 @@ class PoolEngine:
         [checksum] = self._copier.load([RowBlocks(found.address, 0, (1,))])
         return self._cache[1], checksum
 
-    def has(self, key: ObjectKey) -> bool:
+    def has(self, key: EntryKey) -> bool:
         """Whether the object can be loaded. AssertionError if its bytes are wrong."""
         loaded = self.load(key)
         assert loaded is None or np.array_equal(loaded, contents(key, self.pool.row_bytes))

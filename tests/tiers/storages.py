@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.tiers.s3_server import request
 
-from kvferry.tiers.base import ObjectKey, Tier
+from kvferry.tiers.base import EntryKey, Tier
 from kvferry.tiers.disk.tier import DiskTier
 from kvferry.tiers.keys import Namespace
 from kvferry.tiers.object_store import Bucket, ObjectTier
@@ -90,16 +90,16 @@ class DiskStorage:
     def open(self, namespace: Namespace, secret: bytes) -> Tier:
         return DiskTier(self.root, namespace, secret, self.max_bytes)
 
-    def read(self, namespace: Namespace, key: ObjectKey) -> bytes | None:
+    def read(self, namespace: Namespace, key: EntryKey) -> bytes | None:
         path = self.path(namespace, key)
         return path.read_bytes() if path.exists() else None
 
-    def write(self, namespace: Namespace, key: ObjectKey, stored: bytes) -> None:
+    def write(self, namespace: Namespace, key: EntryKey, stored: bytes) -> None:
         path = self.path(namespace, key)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(stored)
 
-    def path(self, namespace: Namespace, key: ObjectKey) -> Path:
+    def path(self, namespace: Namespace, key: EntryKey) -> Path:
         return self.root / namespace.hex / key.hex()[:2] / key.hex()
 
 
@@ -118,12 +118,12 @@ class S3Storage:
     def make(self) -> None:
         assert request(self.server, "PUT", f"/{self.bucket}")[0] == 200
 
-    def read(self, namespace: Namespace, key: ObjectKey) -> bytes | None:
+    def read(self, namespace: Namespace, key: EntryKey) -> bytes | None:
         status, body = request(self.server, "GET", self.path(namespace, key.hex()))
         assert status in (200, 404)
         return body if status == 200 else None
 
-    def write(self, namespace: Namespace, key: ObjectKey, stored: bytes) -> None:
+    def write(self, namespace: Namespace, key: EntryKey, stored: bytes) -> None:
         path = self.path(namespace, key.hex())
         assert request(self.server, "PUT", path, stored)[0] == 200
 

@@ -3,11 +3,11 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.tiers.base import ObjectKey
+from kvferry.tiers.base import EntryKey
 from kvferry.tiers.commands import ContentsChanged
 from kvferry.tiers.jobs.contents import TierContents
 
-A, B, C = (ObjectKey(name * 32) for name in (b"a", b"b", b"c"))
+A, B, C = (EntryKey(name * 32) for name in (b"a", b"b", b"c"))
 
 
 def test_a_report_names_what_has_changed_since_the_last_one() -> None:
@@ -31,7 +31,7 @@ def test_an_object_that_comes_and_goes_between_two_reports_is_not_mentioned() ->
 
 
 def test_of_too_many_objects_the_least_recently_used_is_reported_as_removed() -> None:
-    contents = TierContents(max_objects=2)
+    contents = TierContents(max_entries=2)
     contents.add("object", A)
     contents.add("object", B)
     contents.add("object", A)
@@ -49,11 +49,11 @@ ACTIONS = st.tuples(
 
 @given(st.lists(ACTIONS))
 def test_a_reader_of_the_reports_knows_what_the_tiers_hold(
-    actions: list[tuple[str, str, ObjectKey]],
+    actions: list[tuple[str, str, EntryKey]],
 ) -> None:
     contents = TierContents()
-    held: set[tuple[str, ObjectKey]] = set()
-    known: set[tuple[str, ObjectKey]] = set()
+    held: set[tuple[str, EntryKey]] = set()
+    known: set[tuple[str, EntryKey]] = set()
     for action, tier, key in [*actions, ("report", "", A)]:
         match action:
             case "add":

@@ -29,7 +29,7 @@ from kvferry.testing.tier_conformance import (
     payload_of,
 )
 from kvferry.tiers.backoff import StorageFailed
-from kvferry.tiers.base import LoadOutcome, ObjectKey, StoreOutcome
+from kvferry.tiers.base import EntryKey, LoadOutcome, StoreOutcome
 from kvferry.tiers.disk import space as disk_space
 from kvferry.tiers.disk.space import DiskSpace, draft_name
 from kvferry.tiers.disk.tier import DiskTier, read_file_by_os
@@ -68,18 +68,18 @@ def opened(
         tier.close()
 
 
-def store(tier: DiskTier, *keys: ObjectKey) -> list[StoreOutcome]:
+def store(tier: DiskTier, *keys: EntryKey) -> list[StoreOutcome]:
     return [tier.store(key, payload_of(key, PAYLOAD_BYTES)).outcome for key in keys]
 
 
-def load(tier: DiskTier, key: ObjectKey) -> LoadOutcome:
+def load(tier: DiskTier, key: EntryKey) -> LoadOutcome:
     into = aligned_buffer(PAYLOAD_BYTES)
     outcome = tier.load(key, into).outcome
     assert outcome is not LoadOutcome.LOADED or into == payload_of(key, PAYLOAD_BYTES)
     return outcome
 
 
-def object_path(root: Path, key: ObjectKey, namespace: Namespace = NAMESPACE) -> Path:
+def object_path(root: Path, key: EntryKey, namespace: Namespace = NAMESPACE) -> Path:
     return DiskStorage(root).path(namespace, key)
 
 
@@ -384,7 +384,7 @@ def test_a_folder_that_cannot_be_read_fails_lookups(tier: DiskTier, tmp_path: Pa
 # -- the limit --
 
 
-def make_older(root: Path, key: ObjectKey, age_s: float) -> None:
+def make_older(root: Path, key: EntryKey, age_s: float) -> None:
     at = time.time() - age_s
     os.utime(object_path(root, key), (at, at))
 
@@ -401,7 +401,7 @@ def test_the_least_recently_used_objects_are_evicted(tier: DiskTier, tmp_path: P
     # 95 % of five objects leaves room for four.
     assert tier.find(keys) == [True, True, *[False] * 6, True, True]
     usage = space.usage()
-    assert (usage.num_objects, usage.num_evicted) == (4, 6)
+    assert (usage.num_entries, usage.num_evicted) == (4, 6)
     assert usage.used_bytes == 4 * OBJECT_BYTES
 
 
@@ -437,7 +437,7 @@ def test_a_folder_below_its_limit_keeps_everything(tier: DiskTier, tmp_path: Pat
     space = DiskSpace(tmp_path / "cache", max_bytes=11 * OBJECT_BYTES)
     space.sweep()
     assert all(tier.find(keys))
-    assert space.usage().num_objects == 10
+    assert space.usage().num_entries == 10
 
 
 def test_the_limit_bounds_all_namespaces_together(tmp_path: Path) -> None:
@@ -638,7 +638,7 @@ def test_what_a_process_that_is_killed_as_it_opens_the_folder_leaves_is_deleted(
 
 
 @contextmanager
-def beside(root: Path, task: str, *keys: ObjectKey) -> Iterator["subprocess.Popen[str]"]:
+def beside(root: Path, task: str, *keys: EntryKey) -> Iterator["subprocess.Popen[str]"]:
     """Run tests/tiers/disk_process.py until the block ends."""
     command = [sys.executable, "-m", "tests.tiers.disk_process", str(root), task]
     process = subprocess.Popen(

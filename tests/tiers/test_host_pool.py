@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.tiers.pool_engine import NAMESPACE, ROW_BYTES, PoolEngine, contents, key, path_of
 
 from kvferry.errors import ConfigError, LocalProtocolError
-from kvferry.tiers.base import ObjectKey, ObjectKeys, TierUsage
+from kvferry.tiers.base import EntryKey, EntryKeys, TierUsage
 from kvferry.tiers.keys import Namespace
 from kvferry.tiers.pool.host_pool import HostPool
 from kvferry.tiers.pool.policies import POLICIES, LruPolicy
@@ -255,22 +255,22 @@ def test_a_reader_looks_for_new_segments_only_now_and_then(folder: Path) -> None
     engine.store(B)
     reader.refresh(now=LISTING_INTERVAL_S)
     assert [B in reader, len(reader)] == [True, 2]
-    asked: list[list[ObjectKey]] = [[A, B, C], [C, A], [B], []]
-    shown = [list(reader.are_stored(ObjectKeys(b"".join(keys)))) for keys in asked]
+    asked: list[list[EntryKey]] = [[A, B, C], [C, A], [B], []]
+    shown = [list(reader.are_stored(EntryKeys(b"".join(keys)))) for keys in asked]
     assert shown == [[True, True, False], [False, True], [True], []]
     assert [found is not None for found in reader.find([A, C, B])] == [True, False, True]
 
 
 def test_keys_that_share_a_bucket_of_the_index_are_told_apart(folder: Path) -> None:
     """The ninth key finds the bucket full: readers miss it, and its owner does not."""
-    alike = [ObjectKey(bytes(8) + each[8:]) for each in map(key, range(10))]
+    alike = [EntryKey(bytes(8) + each[8:]) for each in map(key, range(10))]
     engine = PoolEngine.open(folder, 10)
     for each in alike[:9]:
         engine.store(each)
     reader = PoolReader(folder, NAMESPACE)
     reader.refresh(now=0.0)
     expected = [True] * 8 + [False] * 2
-    keys = ObjectKeys(b"".join(alike))
+    keys = EntryKeys(b"".join(alike))
     assert list(reader.are_stored(keys)) == expected
     assert [each in reader for each in alike] == expected
     assert all(engine.has(each) for each in alike[:9])
@@ -302,51 +302,51 @@ class Story:
         self.policy = POLICIES[policy]
         self.engine = PoolEngine.open(folder, 4, 200, self.policy)
         self.onlooker = PoolEngine.open(folder, 1, 200)
-        self.writing: dict[int, ObjectKey] = {}
-        self.pinned: list[tuple[int, ObjectKey]] = []
+        self.writing: dict[int, EntryKey] = {}
+        self.pinned: list[tuple[int, EntryKey]] = []
 
-    def begin(self, key: ObjectKey) -> None:
+    def begin(self, key: EntryKey) -> None:
         if not self.engine.pool.holds(key):
             row = self.engine.pool.reserve(key)
             if row is not None:
                 self.writing[row] = key
 
-    def publish(self, key: ObjectKey) -> None:
+    def publish(self, key: EntryKey) -> None:
         if self.writing:
             row, written = self.writing.popitem()
             self.engine.pool.publish(row, self.engine.write(row, written))
 
-    def store(self, key: ObjectKey) -> None:
+    def store(self, key: EntryKey) -> None:
         if not self.engine.pool.holds(key):
             self.engine.store(key)
 
-    def discard(self, key: ObjectKey) -> None:
+    def discard(self, key: EntryKey) -> None:
         if self.writing:
             self.engine.pool.discard(self.writing.popitem()[0])
 
-    def pin(self, key: ObjectKey) -> None:
+    def pin(self, key: EntryKey) -> None:
         found = self.engine.pool.find(key)
         if found is not None and found.row is not None:
             self.engine.pool.pin(found.row)
             self.pinned.append((found.row, key))
 
-    def unpin(self, key: ObjectKey) -> None:
+    def unpin(self, key: EntryKey) -> None:
         if self.pinned:
             self.engine.pool.unpin(self.pinned.pop()[0])
 
-    def remove(self, key: ObjectKey) -> None:
+    def remove(self, key: EntryKey) -> None:
         self.engine.pool.remove(key)
 
-    def touch(self, key: ObjectKey) -> None:
+    def touch(self, key: EntryKey) -> None:
         self.engine.pool.touch(key)
 
-    def clear(self, key: ObjectKey) -> None:
+    def clear(self, key: EntryKey) -> None:
         self.engine.pool.clear()
 
-    def look(self, key: ObjectKey) -> None:
+    def look(self, key: EntryKey) -> None:
         self.onlooker.refresh()
 
-    def restart(self, key: ObjectKey) -> None:
+    def restart(self, key: EntryKey) -> None:
         held = objects_of(self.engine)
         self.engine.pool.close()
         self.engine = PoolEngine.open(self.folder, 4, 200, self.policy)
@@ -355,7 +355,7 @@ class Story:
 
     def check(self) -> None:
         held = objects_of(self.engine)
-        assert self.engine.pool.usage().num_objects == len(held)
+        assert self.engine.pool.usage().num_entries == len(held)
         assert objects_of(self.onlooker) <= held
         for row, pinned in self.pinned:
             assert bytes_of(self.engine, row) == contents(pinned, 200).tobytes()
@@ -402,7 +402,7 @@ def bytes_of(engine: PoolEngine, row: int) -> bytes:
     )
 )  # fmt: skip
 def test_no_order_of_calls_loses_rows_or_mixes_them_up(
-    folder: Path, policy: str, steps: list[tuple[Callable[[Story, ObjectKey], None], int]]
+    folder: Path, policy: str, steps: list[tuple[Callable[[Story, EntryKey], None], int]]
 ) -> None:
     story = Story(folder / secrets.token_hex(8), policy)
     for step, number in steps:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.tiers.job_rank import NUM_BLOCKS, ROW_BYTES, TIMEOUT_S, Rank, chunk, key_of, store
 
-from kvferry.tiers.base import LoadOutcome, LoadResult, ObjectKeys, StoreOutcome, StoreResult
+from kvferry.tiers.base import EntryKeys, LoadOutcome, LoadResult, StoreOutcome, StoreResult
 from kvferry.tiers.commands import (
     CancelLoad,
     Chunk,
@@ -56,11 +56,11 @@ def test_a_chunk_that_left_the_pool_is_read_from_a_slower_tier_and_is_in_the_poo
 def test_without_a_cpu_tier_no_row_is_kept() -> None:
     rank = Rank(keeps_rows=False)
     store(rank, 1, "disk")
-    assert rank.pool.usage().num_objects == 0
+    assert rank.pool.usage().num_entries == 0
     rank.send(LoadChunks("b", (chunk(1, 5, "disk"),)))
     rank.finish_all()
     assert rank.block(5) == rank.contents(key_of(1))
-    assert rank.pool.usage().num_objects == 0
+    assert rank.pool.usage().num_entries == 0
     assert "cpu" not in rank.counts()
 
 
@@ -285,7 +285,7 @@ def test_stores_are_reported_as_copied_in_order() -> None:
 
 
 def test_a_table_of_chunks_is_stored_like_the_chunks() -> None:
-    keys = ObjectKeys(key_of(1) + key_of(2))
+    keys = EntryKeys(key_of(1) + key_of(2))
     chunks = ChunkTable(2, keys, (0, 1), (3, 4, 5, 6), (("disk",), ()))
     assert list(chunks) == [Chunk(key_of(1), 0, (3, 4), ("disk",)), Chunk(key_of(2), 1, (5, 6))]
     assert len(chunks) == 2

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.tiers.base import KEY_BYTES, ObjectKey, ObjectKeys
+from kvferry.tiers.base import KEY_BYTES, EntryKey, EntryKeys
 from kvferry.tiers.keys import KeyChain, chunk_keys_by_hashlib, group_keys_by_hashlib
 from kvferry.tiers.pool.segment import SLOTS, mark_stored_by_numpy
 from kvferry.transports.copy.native import native_or
@@ -16,8 +16,8 @@ from kvferry.transports.copy.native import native_or
 TOKEN_IDS = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=60)
 
 
-def key(number: int) -> ObjectKey:
-    return ObjectKey(random.Random(number).randbytes(KEY_BYTES))
+def key(number: int) -> EntryKey:
+    return EntryKey(random.Random(number).randbytes(KEY_BYTES))
 
 
 # -- values --
@@ -141,7 +141,7 @@ def test_a_lookup_with_other_sizes_is_refused() -> None:
 
 def test_keys_in_one_piece_are_a_sequence_of_keys() -> None:
     each = [key(number) for number in range(4)]
-    keys = ObjectKeys(b"".join(each))
+    keys = EntryKeys(b"".join(each))
     assert [*keys] == each
     assert [len(keys), keys[0], keys[-1], [*keys[1:3]]] == [4, each[0], each[3], each[1:3]]
     assert [[*keys[:-1]], [*keys[3:9]], len(keys[9:])] == [each[:3], each[3:], 0]

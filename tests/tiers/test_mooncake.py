@@ -34,7 +34,7 @@ from kvferry.testing.tier_conformance import (
     payload_of,
 )
 from kvferry.tiers.backoff import StorageFailed
-from kvferry.tiers.base import LoadOutcome, LoadResult, ObjectKey, StoreOutcome, StoreResult
+from kvferry.tiers.base import EntryKey, LoadOutcome, LoadResult, StoreOutcome, StoreResult
 from kvferry.tiers.envelope import HEADER_BYTES
 from kvferry.tiers.mooncake.agent import Call, Operation
 from kvferry.tiers.mooncake.agent_process import NUM_LANES, AgentProcess, MooncakePlace
@@ -74,11 +74,11 @@ def opened(
     return closing(MooncakeTier(place, NAMESPACE, SECRET, deadlines, clock or ManualClock()))
 
 
-def store(tier: MooncakeTier, key: ObjectKey) -> StoreResult:
+def store(tier: MooncakeTier, key: EntryKey) -> StoreResult:
     return tier.store(key, payload_of(key, PAYLOAD_BYTES))
 
 
-def load(tier: MooncakeTier, key: ObjectKey) -> LoadResult:
+def load(tier: MooncakeTier, key: EntryKey) -> LoadResult:
     into = aligned_buffer(PAYLOAD_BYTES)
     result = tier.load(key, into)
     assert result.outcome is not LoadOutcome.LOADED or into == payload_of(key, PAYLOAD_BYTES)

@@ -27,7 +27,7 @@ from kvferry.testing.tier_conformance import (
     payload_of,
 )
 from kvferry.tiers.backoff import StorageFailed
-from kvferry.tiers.base import LoadOutcome, LoadResult, ObjectKey, StoreOutcome
+from kvferry.tiers.base import EntryKey, LoadOutcome, LoadResult, StoreOutcome
 from kvferry.tiers.object_store import (
     TOLERATED_FAILURES,
     Bucket,
@@ -93,11 +93,11 @@ def opened(
     return closing(ObjectTier(place, NAMESPACE, SECRET, deadlines, clock or ManualClock()))
 
 
-def store(tier: ObjectTier, key: ObjectKey) -> StoreOutcome:
+def store(tier: ObjectTier, key: EntryKey) -> StoreOutcome:
     return tier.store(key, payload_of(key, PAYLOAD_BYTES)).outcome
 
 
-def load(tier: ObjectTier, key: ObjectKey) -> LoadResult:
+def load(tier: ObjectTier, key: EntryKey) -> LoadResult:
     into = aligned_buffer(PAYLOAD_BYTES)
     result = tier.load(key, into)
     assert result.outcome is not LoadOutcome.LOADED or into == payload_of(key, PAYLOAD_BYTES)
@@ -110,7 +110,7 @@ def load(tier: ObjectTier, key: ObjectKey) -> LoadResult:
 def test_the_bucket_names_what_it_holds(storage: S3Storage) -> None:
     with opened(storage.server) as tier:
         store(tier, new_key())
-        assert tier.usage().num_objects == 1
+        assert tier.usage().num_entries == 1
     status, text = request(storage.server, "GET", storage.path(NAMESPACE, "namespace.json"))
     assert (status, text.decode()) == (200, NAMESPACE.text)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvferry.tiers.base import ObjectKey
+from kvferry.tiers.base import EntryKey
 from kvferry.tiers.pool.policies import (
     POLICIES,
     ArcPolicy,
@@ -19,20 +19,20 @@ from kvferry.tiers.pool.policies import (
 )
 
 
-def key(number: int) -> ObjectKey:
-    return ObjectKey(number.to_bytes(32, "big"))
+def key(number: int) -> EntryKey:
+    return EntryKey(number.to_bytes(32, "big"))
 
 
-def nothing_is_pinned(key: ObjectKey) -> bool:
+def nothing_is_pinned(key: EntryKey) -> bool:
     return False
 
 
 @dataclass
 class LruModel:
     capacity: int
-    keys: list[ObjectKey] = field(default_factory=list)
+    keys: list[EntryKey] = field(default_factory=list)
 
-    def insert(self, key: ObjectKey, is_pinned: IsPinned) -> Insertion:
+    def insert(self, key: EntryKey, is_pinned: IsPinned) -> Insertion:
         if key in self.keys:
             self.touch(key)
             return Insertion(True)
@@ -46,16 +46,16 @@ class LruModel:
                 return Insertion(True, victim)
         return Insertion(False)
 
-    def touch(self, key: ObjectKey) -> None:
+    def touch(self, key: EntryKey) -> None:
         if key in self.keys:
             self.keys.remove(key)
             self.keys.append(key)
 
-    def remove(self, key: ObjectKey) -> None:
+    def remove(self, key: EntryKey) -> None:
         if key in self.keys:
             self.keys.remove(key)
 
-    def held(self) -> set[ObjectKey]:
+    def held(self) -> set[EntryKey]:
         return {*self.keys}
 
 
@@ -68,12 +68,12 @@ class ArcModel:
 
     c: int
     p: float = 0.0
-    t1: list[ObjectKey] = field(default_factory=list)
-    t2: list[ObjectKey] = field(default_factory=list)
-    b1: list[ObjectKey] = field(default_factory=list)
-    b2: list[ObjectKey] = field(default_factory=list)
+    t1: list[EntryKey] = field(default_factory=list)
+    t2: list[EntryKey] = field(default_factory=list)
+    b1: list[EntryKey] = field(default_factory=list)
+    b2: list[EntryKey] = field(default_factory=list)
 
-    def insert(self, x: ObjectKey, is_pinned: IsPinned) -> Insertion:
+    def insert(self, x: EntryKey, is_pinned: IsPinned) -> Insertion:
         if x in self.t1 or x in self.t2:  # case I
             self.touch(x)
             return Insertion(True)
@@ -113,7 +113,7 @@ class ArcModel:
             self.t1.append(x)
         return Insertion(True, victim)
 
-    def replace(self, x: ObjectKey, is_pinned: IsPinned) -> ObjectKey:
+    def replace(self, x: EntryKey, is_pinned: IsPinned) -> EntryKey:
         from_t1 = len(self.t1) >= 1 and (
             (x in self.b2 and len(self.t1) == self.p) or len(self.t1) > self.p
         )
@@ -126,19 +126,19 @@ class ArcModel:
                     return victim
         raise AssertionError("the caller has found a key that is not pinned")
 
-    def touch(self, x: ObjectKey) -> None:
+    def touch(self, x: EntryKey) -> None:
         for keys in (self.t1, self.t2):
             if x in keys:
                 keys.remove(x)
                 self.t2.append(x)
                 return
 
-    def remove(self, x: ObjectKey) -> None:
+    def remove(self, x: EntryKey) -> None:
         for keys in (self.t1, self.t2):
             if x in keys:
                 keys.remove(x)
 
-    def held(self) -> set[ObjectKey]:
+    def held(self) -> set[EntryKey]:
         return {*self.t1, *self.t2}
 
 
@@ -164,7 +164,7 @@ def test_a_policy_does_what_its_definition_says(
 ) -> None:
     policy: EvictionPolicy = POLICIES[name](capacity)
     model = model_type(capacity)
-    pinned = set[ObjectKey]()
+    pinned = set[EntryKey]()
     for operation, number in steps:
         match operation:
             case "insert":

@@ -117,7 +117,7 @@ def kills(folder: Path, engines: Engines, count: int) -> None:
         held = [number for number in known if adopted.pool.holds(key(number))]
         assert len(held) >= 15, "at most the row that was being written is lost"
         assert all(adopted.has(key(number)) for number in held)
-        assert adopted.pool.usage().num_objects == len(held)
+        assert adopted.pool.usage().num_entries == len(held)
         adopted.pool.close()
         first = max(held) + 1
     assert len([*folder.iterdir()]) == 1

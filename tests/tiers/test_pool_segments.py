@@ -16,7 +16,7 @@ from tests.tiers.pool_engine import NAMESPACE, ROW_BYTES, PoolEngine, key, path_
 
 from kvferry.errors import ConfigError
 from kvferry.host_memory import available_bytes
-from kvferry.tiers.base import ObjectKey, ObjectKeys
+from kvferry.tiers.base import EntryKey, EntryKeys
 from kvferry.tiers.keys import Namespace
 from kvferry.tiers.pool import host_pool
 from kvferry.tiers.pool.host_pool import HostPool
@@ -40,7 +40,7 @@ def test_the_next_engine_adopts_the_segment_and_finds_its_objects(folder: Path) 
     path = path_of(first)
     first.pool.close()
     first.pool.close()
-    assert first.pool.usage().num_objects == 2
+    assert first.pool.usage().num_entries == 2
     second = PoolEngine.open(folder, 3, make_policy=ArcPolicy)
     assert path_of(second) == path
     assert [second.has(each) for each in (A, B, C, D)] == [True, False, True, False]
@@ -140,10 +140,11 @@ def test_segments_are_described_for_people(folder: Path) -> None:
     shown = {info.path: info for info in list_segments(folder)}
     assert {*shown} == {path_of(one), path_of(two)}
     info = shown[path_of(one)]
-    assert (info.is_live, info.num_objects, info.num_rows) == (True, 1, 3)
-    assert (info.row_bytes, info.owner_pid) == (ROW_BYTES, os.getpid())
+    assert (info.is_live, info.num_objects) == (True, 1)
+    assert (info.header.layout.row_bytes, info.header.layout.num_rows) == (ROW_BYTES, 3)
+    assert info.header.owner_pid == os.getpid()
     assert info.namespace == NAMESPACE.hex
-    assert info.namespace_text == NAMESPACE.text
+    assert info.header.namespace_text == NAMESPACE.text
     assert info.total_bytes == path_of(one).stat().st_size
     assert info.last_store_s > 0
     assert shown[path_of(two)].is_live is False
@@ -344,7 +345,7 @@ def test_the_same_bytes_undamaged_are_adopted(folder: Path) -> None:
 
 def test_an_entry_with_the_key_of_another_row_is_refused(folder: Path) -> None:
     # The keys share a bucket of the index, so that a reader finds both rows for either.
-    one_key, other_key = (ObjectKey(bytes(8) + each[8:]) for each in (A, B))
+    one_key, other_key = (EntryKey(bytes(8) + each[8:]) for each in (A, B))
     one = PoolEngine.open(folder, 2)
     one.store(one_key)
     one.store(other_key)
@@ -384,7 +385,7 @@ def test_damage_anywhere_in_a_segment_gives_no_error_and_no_wrong_bytes(
             two.has(key(number))  # asserts that what is loaded is right
         reader = PoolReader(here, NAMESPACE)
         reader.refresh(now=0.0)
-        reader.are_stored(ObjectKeys(b"".join(map(key, range(4)))))
+        reader.are_stored(EntryKeys(b"".join(map(key, range(4)))))
     one.pool.close()
     adopted = PoolEngine.open(here, 4, 200)
     for number in range(4):

@@ -12,7 +12,7 @@ import pytest
 from tests.tiers.faulty import GatedCopier
 
 from kvferry.logs import RepeatFilter
-from kvferry.tiers.base import ObjectKey, TierUsage
+from kvferry.tiers.base import EntryKey, TierUsage
 from kvferry.tiers.commands import (
     CancelLoad,
     Chunk,
@@ -92,9 +92,9 @@ class Rank:
             self.events += self.worker.take_events()
             time.sleep(0.001)
 
-    def reported(self, tier: str) -> set[ObjectKey]:
+    def reported(self, tier: str) -> set[EntryKey]:
         """What a tier holds, as the events say."""
-        held: set[ObjectKey] = set()
+        held: set[EntryKey] = set()
         for event in self.events:
             if isinstance(event, ContentsChanged):
                 held = set() if event.is_cleared else held - {*event.removed.get(tier, ())}
@@ -123,12 +123,12 @@ def rank(tmp_path: Path) -> Iterator[Rank]:
 
 
 def chunk(number: int, block: int, *tiers: str) -> Chunk:
-    return Chunk(ObjectKey(number.to_bytes(32, "big")), 0, (block,), tiers)
+    return Chunk(EntryKey(number.to_bytes(32, "big")), 0, (block,), tiers)
 
 
-def on_disk(folder: Path) -> set[ObjectKey]:
+def on_disk(folder: Path) -> set[EntryKey]:
     return {
-        ObjectKey(bytes.fromhex(path.name)) for path in folder.glob("*/*/*") if len(path.name) == 64
+        EntryKey(bytes.fromhex(path.name)) for path in folder.glob("*/*/*") if len(path.name) == 64
     }
 
 
@@ -183,7 +183,7 @@ def test_objects_that_are_refused_together_are_one_line_in_the_log(
     numbers = (1, 2)
     chunks = tuple(chunk(number, number, "disk") for number in numbers)
     rank.submit(StoreChunks("a", chunks, 1))
-    rank.wait_for(lambda: rank.worker.snapshot().usage.get("disk", TierUsage()).num_objects == 2)
+    rank.wait_for(lambda: rank.worker.snapshot().usage.get("disk", TierUsage()).num_entries == 2)
     for path in tmp_path.glob("*/*/*"):
         path.write_bytes(path.read_bytes()[:-1] + b"x")
     rank.submit(DropAll(), *(LoadChunks(str(each), (chunks[each - 1],)) for each in numbers))

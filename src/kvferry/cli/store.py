@@ -5,7 +5,6 @@ work is in `kvferry.tiers.inventory`; this module reads arguments and shows resu
 """
 
 import argparse
-import dataclasses
 import json
 import os
 import sys
@@ -28,6 +27,7 @@ from kvferry.tiers.inventory.base import Inventory, NamespaceSummary
 from kvferry.tiers.inventory.disk import DiskInventory
 from kvferry.tiers.inventory.pool import PoolInventory
 from kvferry.tiers.inventory.verify import OnDamage, Verification, verify
+from kvferry.tiers.pool.reader import SegmentInfo
 from kvferry.tiers.pool.segment_files import default_folder
 from kvferry.transports.copy.rows import CpuRowCopier
 
@@ -234,11 +234,11 @@ def _stat(arguments: argparse.Namespace, places: Sequence[_Place]) -> int:
         )
         for segment in summary.segments:
             owner = (
-                f"process {segment.owner_pid} owns it"
+                f"process {segment.header.owner_pid} owns it"
                 if segment.is_live
-                else f"without an owner since process {segment.owner_pid} ended"
+                else f"without an owner since process {segment.header.owner_pid} ended"
             )
-            rows = f"{segment.num_objects:,} of {segment.num_rows:,} rows in use"
+            rows = f"{segment.num_objects:,} of {segment.header.layout.num_rows:,} rows in use"
             print(one_line(f"  {segment.path}: {_size(segment.total_bytes)}, {rows}, {owner}"))
     factors = next((summary.factors for _, summary in found if summary.factors), None)
     if factors is None:
@@ -268,7 +268,7 @@ def _row(summary: NamespaceSummary) -> list[str]:
     if summary.segments:
         row.append(
             ", ".join(
-                str(segment.owner_pid) if segment.is_live else "none"
+                str(segment.header.owner_pid) if segment.is_live else "none"
                 for segment in summary.segments
             )
         )
@@ -297,8 +297,19 @@ def _as_json(
         "last_used": _when(summary.last_used_s) if summary.last_used_s else None,
     }
     if summary.segments:
-        row["segments"] = [dataclasses.asdict(segment) for segment in summary.segments]
+        row["segments"] = [_segment_json(segment) for segment in summary.segments]
     return row
+
+
+def _segment_json(segment: SegmentInfo) -> dict[str, Any]:
+    return {
+        "path": str(segment.path),
+        "owner_pid": segment.header.owner_pid,
+        "is_live": segment.is_live,
+        "num_objects": segment.num_objects,
+        "num_rows": segment.header.layout.num_rows,
+        "total_bytes": segment.total_bytes,
+    }
 
 
 # -- verify and clear --

@@ -16,7 +16,7 @@ from kvferry.connectors import contract
 from kvferry.connectors.geometry import geometry_of
 from kvferry.connectors.offloading.metadata import OffloadStats
 from kvferry.connectors.offloading.settings import chunk_namespace
-from kvferry.tiers.base import ObjectKey
+from kvferry.tiers.base import EntryKey
 from kvferry.tiers.keys import KeyChain
 from kvferry.tiers.prefix_folders import PrefixFolders, find_longest, is_stored
 
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 class PrefixBlocks:
     """A stored prefix, and the engine's blocks for a part of it that begins with block `first`."""
 
-    key: ObjectKey
+    key: EntryKey
     first: int
     block_ids: list[int]
 
@@ -63,7 +63,7 @@ class LoadsEnded(contract.KVConnectorWorkerMetadata):
 class Prompt:
     """The scheduler's notes on one request."""
 
-    keys: Sequence[ObjectKey]  # of the prefixes of 1, 2, … full blocks
+    keys: Sequence[EntryKey]  # of the prefixes of 1, 2, … full blocks
     must_save: bool
     first: int = 0  # the first block to load
     num_stored: int = 0  # blocks of the longest stored prefix

@@ -19,9 +19,9 @@ import numpy as np
 
 from kvferry.tiers.base import (
     KEY_BYTES,
+    EntryKey,
     LoadOutcome,
     LoadResult,
-    ObjectKey,
     StoreOutcome,
     Tier,
 )
@@ -49,17 +49,17 @@ DEADLINE_S = 60.0
 
 
 class TierStorage(Protocol):
-    """One storage. `read` and `write` go around the tier, and see an object as stored bytes."""
+    """One storage. `read` and `write` go around the tier, and see an entry as stored bytes."""
 
     def open(self, namespace: Namespace, secret: bytes) -> Tier: ...
 
-    def read(self, namespace: Namespace, key: ObjectKey) -> bytes | None: ...
+    def read(self, namespace: Namespace, key: EntryKey) -> bytes | None: ...
 
-    def write(self, namespace: Namespace, key: ObjectKey, stored: bytes) -> None: ...
+    def write(self, namespace: Namespace, key: EntryKey, stored: bytes) -> None: ...
 
 
-def new_key() -> ObjectKey:
-    return ObjectKey(secrets.token_bytes(KEY_BYTES))
+def new_key() -> EntryKey:
+    return EntryKey(secrets.token_bytes(KEY_BYTES))
 
 
 def aligned_buffer(size_bytes: int) -> memoryview:
@@ -67,7 +67,7 @@ def aligned_buffer(size_bytes: int) -> memoryview:
     return memoryview(mmap.mmap(-1, max(1, size_bytes)))[:size_bytes]
 
 
-def payload_of(key: ObjectKey, size_bytes: int = PAYLOAD_BYTES) -> memoryview:
+def payload_of(key: EntryKey, size_bytes: int = PAYLOAD_BYTES) -> memoryview:
     """The contents that all cases store under a key: a function of the key, as in a real store."""
     payload = aligned_buffer(size_bytes)
     random = np.random.default_rng(int.from_bytes(key, "little"))
@@ -276,7 +276,7 @@ def close_keeps_objects_and_is_idempotent(storage: TierStorage) -> None:
     threads_before = threading.active_count()
     tier = storage.open(NAMESPACE, SECRET)
     tier.store(key, payload_of(key))
-    assert tier.usage().num_objects >= 0
+    assert tier.usage().num_entries >= 0
     tier.close()
     tier.close()
     assert threading.active_count() <= threads_before, "a closed tier keeps a thread"
@@ -316,24 +316,24 @@ def _opened(
         tier.close()
 
 
-def _load(tier: Tier, key: ObjectKey) -> LoadResult:
+def _load(tier: Tier, key: EntryKey) -> LoadResult:
     return tier.load(key, aligned_buffer(PAYLOAD_BYTES))
 
 
-def _load_and_compare(tier: Tier, key: ObjectKey, size_bytes: int = PAYLOAD_BYTES) -> None:
+def _load_and_compare(tier: Tier, key: EntryKey, size_bytes: int = PAYLOAD_BYTES) -> None:
     into = aligned_buffer(size_bytes)
     result = tier.load(key, into)
     assert result.outcome is LoadOutcome.LOADED, result
     assert into == payload_of(key, size_bytes), "other bytes were loaded than stored"
 
 
-def _stored(storage: TierStorage, namespace: Namespace, key: ObjectKey) -> bytes:
+def _stored(storage: TierStorage, namespace: Namespace, key: EntryKey) -> bytes:
     stored = storage.read(namespace, key)
     assert stored is not None
     return stored
 
 
-def _assert_refused(storage: TierStorage, tier: Tier, key: ObjectKey, what: str) -> None:
+def _assert_refused(storage: TierStorage, tier: Tier, key: EntryKey, what: str) -> None:
     result = _load(tier, key)
     assert result.outcome is LoadOutcome.REFUSED, f"{what}: {result}"
     assert result.reason, f"{what}: refused without a reason"

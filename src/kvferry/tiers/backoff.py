@@ -99,7 +99,7 @@ class StorageHealth:
 def log_trouble(operation: str, tier: str, reason: str) -> None:
     """Log why KV cannot be stored, loaded or looked up.
 
-    Thousands of objects may fail at once, and every reason names another object: the lines of one
+    Thousands of entries may fail at once, and every reason names another entry: the lines of one
     tier and operation are repeats.
     """
     _log.warning(

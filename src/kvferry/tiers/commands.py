@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from kvferry.tiers.base import ObjectKey, ObjectKeys
+from kvferry.tiers.base import EntryKey, EntryKeys
 
 POOL = "cpu"
 """The name of the host pool in metrics and in `Chunk.tiers`."""
@@ -19,7 +19,7 @@ POOL = "cpu"
 class Chunk(msgspec.Struct, frozen=True):
     """The KV of one chunk in one KV-cache group, and the blocks that hold it or shall hold it."""
 
-    key: ObjectKey
+    key: EntryKey
     group: int
     block_ids: tuple[int, ...]
     tiers: tuple[str, ...] = ()
@@ -42,7 +42,7 @@ class ChunkTable(msgspec.Struct, frozen=True):
     """
 
     blocks_per_chunk: int
-    keys: ObjectKeys
+    keys: EntryKeys
     groups: tuple[int, ...]
     """One for each chunk, or one for all."""
     block_ids: Sequence[int]
@@ -83,7 +83,7 @@ class VoidStores(msgspec.Struct, frozen=True):
     """
 
     request: str
-    keys: tuple[ObjectKey, ...] = ()
+    keys: tuple[EntryKey, ...] = ()
 
 
 class LoadChunks(msgspec.Struct, frozen=True):
@@ -118,7 +118,7 @@ class LoadEnded(msgspec.Struct, frozen=True):
 
     request: str
     reason: str = ""
-    missing: tuple[ObjectKey, ...] = ()
+    missing: tuple[EntryKey, ...] = ()
     """The chunks that no tier could provide."""
     seconds: float = 0.0
     """How long the load took, also if that was too long; 0 if it failed for another reason."""
@@ -135,8 +135,8 @@ class StoresCopied(msgspec.Struct, frozen=True):
 class ContentsChanged(msgspec.Struct, frozen=True):
     """What the tiers of this rank hold, by tier, compared with the last report."""
 
-    stored: Mapping[str, tuple[ObjectKey, ...]] = msgspec.field(default_factory=dict)
-    removed: Mapping[str, tuple[ObjectKey, ...]] = msgspec.field(default_factory=dict)
+    stored: Mapping[str, tuple[EntryKey, ...]] = msgspec.field(default_factory=dict)
+    removed: Mapping[str, tuple[EntryKey, ...]] = msgspec.field(default_factory=dict)
     is_cleared: bool = False
     """Of everything that earlier reports named, the engine can use nothing any more."""
 

@@ -3,7 +3,7 @@
 Everything that changes the bytes of KV is part of its name. What is fixed while an engine runs
 (model, weights, dtype, layout, rank) makes the namespace. What differs between requests (tokens,
 tenant, LoRA adapter, images, the version of replaced weights) makes the key. So two engines that
-differ in anything that matters never find each other's objects, and a changed checkpoint at the
+differ in anything that matters never find each other's entries, and a changed checkpoint at the
 same path is another namespace.
 """
 
@@ -15,20 +15,20 @@ from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
-from kvferry.tiers.base import KEY_BYTES, ObjectKeys
+from kvferry.tiers.base import KEY_BYTES, EntryKeys
 from kvferry.transports.copy.native import native_or
 
 FORMAT_VERSION = 2
-"""The version of the object format and of the order of bytes in a payload. Part of every namespace.
+"""The version of the entry format and of the order of bytes in a payload. Part of every namespace.
 """
 NAMESPACE_BYTES = 16
 NAMESPACE_FILE = "namespace.json"
-"""The file or object that describes a namespace for people, beside its objects."""
+"""The file or object that describes a namespace for people, beside its entries."""
 
 
 @dataclass(frozen=True)
 class Namespace:
-    """Everything that two engines must have in common to use each other's objects."""
+    """Everything that two engines must have in common to use each other's entries."""
 
     factors: Mapping[str, Any]
     """Plain JSON values by name, rank and parallel size among them."""
@@ -59,11 +59,11 @@ class KeyChain:
     chunk_tokens: int
     salt: str
     num_groups: int = 1
-    keys: tuple[ObjectKeys, ...] = field(init=False)
+    keys: tuple[EntryKeys, ...] = field(init=False)
     """By group."""
 
     def __post_init__(self) -> None:
-        self.keys = (ObjectKeys(),) * self.num_groups
+        self.keys = (EntryKeys(),) * self.num_groups
 
     def __len__(self) -> int:
         """The number of chunks whose keys are known."""
@@ -83,7 +83,7 @@ class KeyChain:
         prefix = len(salt).to_bytes(8, "little") + salt
         new = _chunk_keys(prefix, list(token_ids[:end]), self.chunk_tokens, len(self))
         self.keys = tuple(
-            ObjectKeys(known.joined + (_group_keys(new, group) if group else new))
+            EntryKeys(known.joined + (_group_keys(new, group) if group else new))
             for group, known in enumerate(self.keys)
         )
 
@@ -108,7 +108,7 @@ def group_keys_by_hashlib(keys: bytes, group: int) -> bytes:
     salt = b"%d" % group
     return b"".join(
         blake2b(key, digest_size=KEY_BYTES, person=b"kvferry group", salt=salt).digest()
-        for key in ObjectKeys(keys)
+        for key in EntryKeys(keys)
     )
 
 

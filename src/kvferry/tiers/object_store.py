@@ -29,9 +29,9 @@ import numpy as np
 from kvferry.errors import ConfigError, MissingDependency, without_password
 from kvferry.tiers.backoff import StorageFailed, StorageHealth, StorageNotAsked
 from kvferry.tiers.base import (
+    EntryKey,
     LoadOutcome,
     LoadResult,
-    ObjectKey,
     StoreOutcome,
     StoreResult,
     TierUsage,
@@ -119,16 +119,16 @@ class ObjectTier:
     def name(self) -> str:
         return "object"
 
-    def find(self, keys: Sequence[ObjectKey]) -> list[bool]:
+    def find(self, keys: Sequence[EntryKey]) -> list[bool]:
         paths = [self._path(key) for key in keys]
         sizes = self._ask(self._requests.sizes(paths), self._deadlines.lookup_s)
         return [size is not None for size in sizes]
 
-    def find_prefix(self, keys: Sequence[ObjectKey]) -> int:
+    def find_prefix(self, keys: Sequence[EntryKey]) -> int:
         paths = [self._path(key) for key in keys]
         return self._ask(self._requests.prefix(paths), self._deadlines.lookup_s)
 
-    def load(self, key: ObjectKey, into: memoryview) -> LoadResult:
+    def load(self, key: EntryKey, into: memoryview) -> LoadResult:
         path = self._path(key)
         try:
             stored_bytes, stored = self._ask(
@@ -147,7 +147,7 @@ class ObjectTier:
         self.remove([key])
         return LoadResult(LoadOutcome.REFUSED, f"{path} {refusal.value}")
 
-    def store(self, key: ObjectKey, payload: memoryview) -> StoreResult:
+    def store(self, key: EntryKey, payload: memoryview) -> StoreResult:
         result = self._store(key, payload)
         if result.outcome is StoreOutcome.FAILED:
             self._storing.failed(result.reason)
@@ -155,7 +155,7 @@ class ObjectTier:
             self._storing.succeeded()
         return result
 
-    def remove(self, keys: Sequence[ObjectKey]) -> None:
+    def remove(self, keys: Sequence[EntryKey]) -> None:
         paths = [self._path(key) for key in keys]
         with suppress(StorageFailed, FileNotFoundError):
             self._ask(self._requests.delete(paths), self._deadlines.transfer_s)
@@ -167,10 +167,10 @@ class ObjectTier:
     def close(self) -> None:
         self._requests.close()
 
-    def _path(self, key: ObjectKey) -> str:
+    def _path(self, key: EntryKey) -> str:
         return f"{self._namespace.hex}/{key.hex()}"
 
-    def _store(self, key: ObjectKey, payload: memoryview) -> StoreResult:
+    def _store(self, key: EntryKey, payload: memoryview) -> StoreResult:
         path, size_bytes = self._path(key), HEADER_BYTES + len(payload)
         try:
             self._storing.check()
@@ -194,7 +194,7 @@ class ObjectTier:
     def _stored(self, size_bytes: int) -> None:
         with self._usage_lock:
             self._usage = TierUsage(
-                self._usage.used_bytes + size_bytes, self._usage.num_objects + 1
+                self._usage.used_bytes + size_bytes, self._usage.num_entries + 1
             )
             is_first, self._has_namespace_file = not self._has_namespace_file, True
         if is_first:

@@ -19,7 +19,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from kvferry.errors import ConfigError
-from kvferry.tiers.base import KEY_BYTES, ObjectKey
+from kvferry.tiers.base import KEY_BYTES, EntryKey
 from kvferry.tiers.envelope import HEADER_BYTES, Envelope
 from kvferry.tiers.files import DamagedFile, read_regular_file
 from kvferry.tiers.keys import Namespace
@@ -41,7 +41,7 @@ class PrefixFolders:
         self._folder = Path(root) / f"prefixes-{namespace.hex}"
         self._envelope = Envelope(secret, namespace.digest)
         self._draft_suffix = f".draft-{secrets.token_hex(8)}"
-        self._failed_drafts: dict[ObjectKey, OSError] = {}
+        self._failed_drafts: dict[EntryKey, OSError] = {}
         try:
             Path(root).mkdir(mode=0o700, parents=True, exist_ok=True)
             os.listdir(root)
@@ -54,7 +54,7 @@ class PrefixFolders:
 
     # -- writing --
 
-    def write(self, key: ObjectKey, layer: str, data: bytes) -> None:
+    def write(self, key: EntryKey, layer: str, data: bytes) -> None:
         """Add a layer to the draft of a prefix. `publish` returns a failure."""
         draft = self._draft(key)
         try:
@@ -65,7 +65,7 @@ class PrefixFolders:
         except OSError as error:
             self._failed_drafts.setdefault(key, error)
 
-    def publish(self, key: ObjectKey) -> OSError | None:
+    def publish(self, key: EntryKey) -> OSError | None:
         """Make the draft visible under its key if it has all layers, and return why that was not
         possible. If another engine was faster, its folder stays: both have the same contents.
         """
@@ -81,7 +81,7 @@ class PrefixFolders:
         shutil.rmtree(draft, ignore_errors=True)
         return None if self.has(key) else failure
 
-    def remove(self, key: ObjectKey) -> None:
+    def remove(self, key: EntryKey) -> None:
         """Remove a prefix, if the storage permits. It disappears at once or not at all."""
         draft = self._draft(key)
         with contextlib.suppress(OSError):
@@ -90,14 +90,14 @@ class PrefixFolders:
 
     # -- reading --
 
-    def path(self, key: ObjectKey) -> Path:
+    def path(self, key: EntryKey) -> Path:
         return self._folder / key.hex()
 
-    def has(self, key: ObjectKey) -> bool:
+    def has(self, key: EntryKey) -> bool:
         # `Path.is_dir` raises an exception if the storage fails.
         return os.path.isdir(self.path(key))
 
-    def find_damage(self, key: ObjectKey) -> OSError | None:
+    def find_damage(self, key: EntryKey) -> OSError | None:
         """Return why the prefix cannot be used, or None if every byte is as it was written."""
         try:
             for layer in self._layers:
@@ -106,7 +106,7 @@ class PrefixFolders:
             return error
         return None
 
-    def read(self, key: ObjectKey, layer: str) -> bytes:
+    def read(self, key: EntryKey, layer: str) -> bytes:
         """The contents of one layer's file; OSError unless every byte is as it was written."""
         path = self.path(key) / f"{layer}.safetensors"
         seal = read_regular_file(path.with_name(f"{layer}.seal"), HEADER_BYTES)
@@ -118,7 +118,7 @@ class PrefixFolders:
             raise DamagedFile(f"{path} {refusal.value}")
         return data
 
-    def _draft(self, key: ObjectKey) -> Path:
+    def _draft(self, key: EntryKey) -> Path:
         return self.path(key).with_suffix(self._draft_suffix)
 
     def _remove_old_drafts(self) -> None:
@@ -128,13 +128,13 @@ class PrefixFolders:
                     shutil.rmtree(draft, ignore_errors=True)
 
 
-def is_stored(ranks: Sequence[PrefixFolders], key: ObjectKey) -> bool:
+def is_stored(ranks: Sequence[PrefixFolders], key: EntryKey) -> bool:
     """Whether every rank has a folder for the prefix."""
     return bool(ranks) and all(folders.has(key) for folders in ranks)
 
 
 def find_longest(
-    ranks: Sequence[PrefixFolders], keys: Sequence[ObjectKey], first: int
+    ranks: Sequence[PrefixFolders], keys: Sequence[EntryKey], first: int
 ) -> tuple[int, list[OSError]]:
     """Return how many keys the longest intact prefix has, 0 if it has no more than `first`; and
     why longer ones cannot be used. Those that are damaged are removed; others may be intact, and
@@ -154,6 +154,6 @@ def find_longest(
     return 0, damages
 
 
-def file_key(key: ObjectKey, layer: str) -> ObjectKey:
+def file_key(key: EntryKey, layer: str) -> EntryKey:
     """The key of one file, so that two layers cannot be mixed up."""
-    return ObjectKey(blake2b(layer.encode(), key=key, digest_size=KEY_BYTES).digest())
+    return EntryKey(blake2b(layer.encode(), key=key, digest_size=KEY_BYTES).digest())

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.tiers.backoff import log_trouble
-from kvferry.tiers.base import StoreResult, Tier, TierUsage, WatchesObjects
+from kvferry.tiers.base import StoreResult, Tier, TierUsage, WatchesEntries
 from kvferry.tiers.commands import (
     POOL,
     CancelLoad,
@@ -73,7 +73,7 @@ class OffloadWorker:
     ) -> None:
         self._jobs = jobs
         self._watching = {
-            name: tier for name, tier in tiers.items() if isinstance(tier, WatchesObjects)
+            name: tier for name, tier in tiers.items() if isinstance(tier, WatchesEntries)
         }
         self._clock = clock
         self._ended: queue.SimpleQueue[EndedTask | None] = queue.SimpleQueue()

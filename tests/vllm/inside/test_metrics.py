@@ -67,7 +67,7 @@ def test_routers_read_the_tiers_of_all_engines_from_the_page(model: Path) -> Non
     stats = OffloadStats()
     stats.count("queried_tokens", 90)
     stats.add_tiers({"disk": {"loaded_bytes": 5, "refused": 1}})
-    stats.set_usage("tp0", "disk", TierUsage(used_bytes=10, num_objects=2, max_bytes=40))
+    stats.set_usage("tp0", "disk", TierUsage(used_bytes=10, num_entries=2, max_bytes=40))
     for engine in labels:
         shown.observe(stats.to_dict(), engine)
     reading = read_metrics(generate_latest(registry)).offload
@@ -87,7 +87,7 @@ def test_counters_of_a_tier_show_0_before_anything_happens_to_it(model: Path) ->
     labels = {"model_name": "m", "engine": "0", "tier": "disk"}
     assert registry.get_sample_value("kvferry:tier_refused_total", labels) is None
     stats = OffloadStats()
-    stats.set_usage("tp0", "disk", TierUsage(used_bytes=0, num_objects=0, max_bytes=40))
+    stats.set_usage("tp0", "disk", TierUsage(used_bytes=0, num_entries=0, max_bytes=40))
     shown.observe(stats.to_dict())
     for name in TIER_COUNTERS:
         assert registry.get_sample_value(f"kvferry:tier_{name}_total", labels) == 0, name

@@ -26,7 +26,7 @@ import numpy as np
 from kvferry.bench.tiers.rounds import Comparison, Contestant, take_turns
 from kvferry.cli.runtime import StopRequest
 from kvferry.errors import ConfigError, KVFerryError
-from kvferry.tiers.base import KEY_BYTES, LoadOutcome, ObjectKey, StoreOutcome, Tier
+from kvferry.tiers.base import KEY_BYTES, EntryKey, LoadOutcome, StoreOutcome, Tier
 from kvferry.tiers.disk.tier import DiskTier
 from kvferry.tiers.keys import Namespace
 
@@ -56,12 +56,12 @@ class _Objects:
         self.count, self.size_bytes = count, size_bytes
         self._memory = mmap.mmap(-1, count * size_bytes)
         self._array = np.frombuffer(self._memory, np.uint8)
-        self.keys: list[ObjectKey] = []
+        self.keys: list[EntryKey] = []
         self.renew()
 
     def renew(self) -> None:
         """Choose other keys and contents, so that no storage has the objects already."""
-        self.keys = [ObjectKey(token_bytes(KEY_BYTES)) for _ in range(self.count)]
+        self.keys = [EntryKey(token_bytes(KEY_BYTES)) for _ in range(self.count)]
         seed = int.from_bytes(token_bytes(8), "little")
         self._array.view(np.uint64)[:] = np.arange(
             seed, seed + len(self._array) // 8, dtype=np.uint64
@@ -80,28 +80,28 @@ class _Objects:
 class _Client(Protocol):
     """Writes and reads one object; any thread may call."""
 
-    def write(self, key: ObjectKey, payload: memoryview) -> None: ...
+    def write(self, key: EntryKey, payload: memoryview) -> None: ...
 
-    def read(self, key: ObjectKey, into: memoryview) -> None: ...
+    def read(self, key: EntryKey, into: memoryview) -> None: ...
 
-    def delete(self, keys: list[ObjectKey]) -> None: ...
+    def delete(self, keys: list[EntryKey]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class _TierClient:
     tier: Tier
 
-    def write(self, key: ObjectKey, payload: memoryview) -> None:
+    def write(self, key: EntryKey, payload: memoryview) -> None:
         result = self.tier.store(key, payload)
         if result.outcome is not StoreOutcome.STORED:
             raise KVFerryError(f"the {self.tier.name} tier did not store: {result}")
 
-    def read(self, key: ObjectKey, into: memoryview) -> None:
+    def read(self, key: EntryKey, into: memoryview) -> None:
         result = self.tier.load(key, into)
         if result.outcome is not LoadOutcome.LOADED:
             raise KVFerryError(f"the {self.tier.name} tier did not load: {result}")
 
-    def delete(self, keys: list[ObjectKey]) -> None:
+    def delete(self, keys: list[EntryKey]) -> None:
         self.tier.remove(keys)
 
 
@@ -110,7 +110,7 @@ class _FileClient:
     folder: Path
     direct_flag: int
 
-    def write(self, key: ObjectKey, payload: memoryview) -> None:
+    def write(self, key: EntryKey, payload: memoryview) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | self.direct_flag
         opened = os.open(self.folder / key.hex(), flags, 0o600)
         try:
@@ -119,14 +119,14 @@ class _FileClient:
         finally:
             os.close(opened)
 
-    def read(self, key: ObjectKey, into: memoryview) -> None:
+    def read(self, key: EntryKey, into: memoryview) -> None:
         opened = os.open(self.folder / key.hex(), os.O_RDONLY | self.direct_flag)
         try:
             os.preadv(opened, [into], 0)
         finally:
             os.close(opened)
 
-    def delete(self, keys: list[ObjectKey]) -> None:
+    def delete(self, keys: list[EntryKey]) -> None:
         for key in keys:
             os.unlink(self.folder / key.hex())
 
@@ -135,14 +135,14 @@ class _FileClient:
 class _ObstoreClient:
     store: "S3Store"
 
-    def write(self, key: ObjectKey, payload: memoryview) -> None:
+    def write(self, key: EntryKey, payload: memoryview) -> None:
         self.store.put(key.hex(), payload, use_multipart=False)
 
-    def read(self, key: ObjectKey, into: memoryview) -> None:
+    def read(self, key: EntryKey, into: memoryview) -> None:
         stored = memoryview(self.store.get(key.hex()).bytes())
         np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(stored, np.uint8))
 
-    def delete(self, keys: list[ObjectKey]) -> None:
+    def delete(self, keys: list[EntryKey]) -> None:
         self.store.delete([key.hex() for key in keys])
 
 
@@ -216,7 +216,7 @@ def _compare(
 def _contestant(
     name: str, work: str, client: _Client, objects: _Objects, pool: ThreadPoolExecutor
 ) -> Contestant:
-    def each(call: Callable[[ObjectKey, memoryview], None]) -> None:
+    def each(call: Callable[[EntryKey, memoryview], None]) -> None:
         list(pool.map(lambda n: call(objects.keys[n], objects[n]), range(objects.count)))
 
     written: list[int] = []

@@ -1,6 +1,6 @@
 """The KV events of the tiers: they tell KV-aware routers which blocks an engine can load. Pure.
 
-Every rank reports which objects its tiers hold (`ContentsChanged`). A chunk is in a tier when all
+Every rank reports which entries its tiers hold (`ContentsChanged`). A chunk is in a tier when all
 ranks hold it there, and has left the tier when the first rank has lost it. An event describes the
 chunk as the engine's own events describe blocks, so the log keeps a description of each chunk from
 the time when a request offers or loads it.
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvferry.connectors.contract import Request
-from kvferry.tiers.base import ObjectKey
+from kvferry.tiers.base import EntryKey
 from kvferry.tiers.commands import ContentsChanged
 
 MAX_UNHELD = 65_536
@@ -79,9 +79,9 @@ KVEvent = BlocksStored | BlocksRemoved
 class _Chunk:
     group: int
     blocks: HashedBlocks
-    prefix: ObjectKey
+    prefix: EntryKey
     """Stands for all tokens up to the end of the chunk, in every group."""
-    parent: ObjectKey | None
+    parent: EntryKey | None
     """The prefix that ends before the chunk; None at the start of a prompt."""
     holders: dict[str, int] = field(default_factory=dict)
     """By tier, the ranks that hold the chunk, as a set of bits."""
@@ -134,18 +134,18 @@ class KVEventLog:
         self._chunk_tokens = chunk_tokens
         self._describe = describe
         self._max_unheld = max_unheld
-        self._chunks: dict[ObjectKey, _Chunk] = {}
-        self._unheld: OrderedDict[ObjectKey, None] = OrderedDict()
+        self._chunks: dict[EntryKey, _Chunk] = {}
+        self._unheld: OrderedDict[EntryKey, None] = OrderedDict()
         """The chunks that no rank holds, the least recently offered first."""
-        self._num_announced: Counter[ObjectKey] = Counter()
+        self._num_announced: Counter[EntryKey] = Counter()
         """By prefix: in how many tiers and groups its last chunk is announced."""
-        self._waiting: dict[ObjectKey, dict[tuple[ObjectKey, str], None]] = {}
+        self._waiting: dict[EntryKey, dict[tuple[EntryKey, str], None]] = {}
         """By prefix: chunks, and their tiers, that are announced once the prefix is."""
         self._shared = _SharedBlocks()
         self._events: list[KVEvent] = []
 
     def note_request(
-        self, request: Request, keys: Sequence[Sequence[ObjectKey]], span: range
+        self, request: Request, keys: Sequence[Sequence[EntryKey]], span: range
     ) -> None:
         """Keep descriptions of these chunks of a request, whose keys are given by group: tiers may
         soon hold them.
@@ -165,7 +165,7 @@ class KVEventLog:
                 self._note_unheld(key)
 
     def note_report(self, rank: int, change: ContentsChanged) -> None:
-        """Process what one rank has reported. Objects without a description are ignored."""
+        """Process what one rank has reported. Entries without a description are ignored."""
         if change.is_cleared:
             for key, chunk in list(self._chunks.items()):
                 for tier in list(chunk.holders):
@@ -199,12 +199,12 @@ class KVEventLog:
 
     # -- descriptions --
 
-    def _is_described(self, key: ObjectKey) -> bool:
+    def _is_described(self, key: EntryKey) -> bool:
         if key in self._unheld:
             self._unheld.move_to_end(key)
         return key in self._chunks
 
-    def _note_unheld(self, key: ObjectKey) -> None:
+    def _note_unheld(self, key: EntryKey) -> None:
         self._unheld[key] = None
         if len(self._unheld) > self._max_unheld:
             oldest, _ = self._unheld.popitem(last=False)
@@ -212,7 +212,7 @@ class KVEventLog:
 
     # -- reports --
 
-    def _add(self, rank: int, tier: str, key: ObjectKey) -> None:
+    def _add(self, rank: int, tier: str, key: EntryKey) -> None:
         chunk = self._chunks.get(key)
         if chunk is None:
             return
@@ -221,7 +221,7 @@ class KVEventLog:
         if chunk.holders[tier] == self._all_ranks:
             self._announce(key, tier)
 
-    def _announce(self, key: ObjectKey, tier: str) -> None:
+    def _announce(self, key: EntryKey, tier: str) -> None:
         """Announce a chunk if its prefix is announced, and then the chunks that wait for it."""
         ready = [(key, tier)]
         while ready:
@@ -236,7 +236,7 @@ class KVEventLog:
             self._num_announced[chunk.prefix] += 1
             ready += self._waiting.pop(chunk.prefix, ())
 
-    def _remove(self, rank: int, tier: str, key: ObjectKey) -> None:
+    def _remove(self, rank: int, tier: str, key: EntryKey) -> None:
         chunk = self._chunks.get(key)
         if chunk is None or not chunk.holders.get(tier, 0) & 1 << rank:
             return

@@ -13,7 +13,7 @@ from kvferry.connectors.offloading.lookup import Hit, Pending, TierLookup
 from kvferry.connectors.offloading.metadata import EndStores, OffloadStats
 from kvferry.connectors.offloading.requests import BlockTables, LoadState, TrackedRequest
 from kvferry.tiers.backoff import log_trouble
-from kvferry.tiers.base import ObjectKey
+from kvferry.tiers.base import EntryKey
 from kvferry.tiers.commands import POOL, CancelLoad, LoadChunks, LoadEnded, OffloadCommand
 
 
@@ -38,7 +38,7 @@ class RequestLoads:
         self._commands = commands
         self._lookup: TierLookup | None = None
         self._row_bytes: Sequence[int] = ()
-        self._missing: dict[str, tuple[ObjectKey, ...]] = {}
+        self._missing: dict[str, tuple[EntryKey, ...]] = {}
         """Loads that failed on some rank, with the chunks that no tier had."""
         self._stats = OffloadStats()
 
@@ -181,7 +181,7 @@ class RequestLoads:
         return is_loading
 
 
-def _first_missing(tracked: TrackedRequest, missing: Sequence[ObjectKey]) -> int:
+def _first_missing(tracked: TrackedRequest, missing: Sequence[EntryKey]) -> int:
     lost = set(missing)
     for index, keys in enumerate(zip(*tracked.chain.keys, strict=True)):
         if not lost.isdisjoint(keys):

@@ -18,7 +18,7 @@ import numpy as np
 from kvferry.connectors.contract import KVCacheGroup
 from kvferry.connectors.prefix_search import usable_prefix
 from kvferry.tiers.backoff import StorageFailed
-from kvferry.tiers.base import ObjectKeys, Tier
+from kvferry.tiers.base import EntryKeys, Tier
 from kvferry.tiers.commands import POOL
 from kvferry.tiers.pool.reader import PoolReader
 from kvferry.tiers.task_runner import TaskThreads
@@ -26,7 +26,7 @@ from kvferry.tiers.task_runner import TaskThreads
 NUM_THREADS = 4
 CLOSE_TIMEOUT_S = 1.0
 
-Keys = Sequence[ObjectKeys]
+Keys = Sequence[EntryKeys]
 """The keys of a prompt's chunks, by group."""
 FoundChunks = Sequence[Mapping[int, str]]
 """By group, the tier that has each chunk."""
@@ -75,7 +75,7 @@ class Pending:
 class _Query:
     """What one request asks of the slower tiers."""
 
-    keys: tuple[ObjectKeys, ...]
+    keys: tuple[EntryKeys, ...]
     """By group."""
     in_pool: tuple[frozenset[int], ...]
     """By group, the chunks that the pool had when the query began."""

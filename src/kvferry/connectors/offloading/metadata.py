@@ -39,7 +39,7 @@ class OffloadingMetadata(KVConnectorMetadata):
 
 @dataclass(frozen=True, slots=True)
 class OffloadingHandshakeMetadata(KVConnectorHandshakeMetadata):
-    """What the scheduler must know to look up the objects of one rank."""
+    """What the scheduler must know to look up the entries of one rank."""
 
     tp_rank: int
     factors: Mapping[str, Any]
@@ -135,7 +135,7 @@ class OffloadStats(KVConnectorStats):
             add_up(self.data, {"tiers": counts})
 
     def set_usage(self, reporter: str, tier: str, usage: TierUsage) -> None:
-        values = (usage.used_bytes, usage.max_bytes or 0, usage.num_objects)
+        values = (usage.used_bytes, usage.max_bytes or 0, usage.num_entries)
         for level, value in zip(TIER_LEVELS, values, strict=True):
             levels = self.data.setdefault("levels", {})
             levels.setdefault(f"{tier} {level}", {})[reporter] = value

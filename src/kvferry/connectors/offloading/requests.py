@@ -7,7 +7,7 @@ from kvferry.connectors.contract import Request
 from kvferry.connectors.offloading.events import KVEventLog
 from kvferry.connectors.offloading.lookup import Hit
 from kvferry.protocol.tickets import HOLE
-from kvferry.tiers.base import ObjectKey, ObjectKeys
+from kvferry.tiers.base import EntryKey, EntryKeys
 from kvferry.tiers.commands import ChunkTable
 from kvferry.tiers.keys import KeyChain
 
@@ -83,7 +83,7 @@ class TrackedRequest:
             if len(blocks) == len(span) * size and not (self.has_holes and HOLE in blocks):
                 # The usual case, without a loop.
                 return ChunkTable(size, keys[0][span.start : span.stop], (0,), blocks, (tiers,))
-        rows: list[tuple[ObjectKey, int, tuple[str, ...]]] = []
+        rows: list[tuple[EntryKey, int, tuple[str, ...]]] = []
         block_ids: list[int] = []
         for index in span:
             for group, table in enumerate(tables):
@@ -93,5 +93,5 @@ class TrackedRequest:
                     rows.append((keys[group][index], group, of_chunk))
                     block_ids += blocks
         chosen_keys, groups, chunk_tiers = zip(*rows, strict=True) if rows else ((), (), ())
-        chosen = ObjectKeys(b"".join(chosen_keys))
+        chosen = EntryKeys(b"".join(chosen_keys))
         return ChunkTable(size, chosen, groups, tuple(block_ids), chunk_tiers)

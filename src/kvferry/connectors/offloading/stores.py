@@ -15,7 +15,7 @@ from kvferry.connectors.contract import KVCacheGroup, Request, ScheduledSlice
 from kvferry.connectors.offloading.metadata import EndStores
 from kvferry.connectors.offloading.requests import BlockTables, TrackedRequest
 from kvferry.protocol.tickets import HOLE
-from kvferry.tiers.base import ObjectKey
+from kvferry.tiers.base import EntryKey
 from kvferry.tiers.commands import OffloadCommand, StoreChunks, VoidStores
 
 
@@ -27,13 +27,13 @@ class SeenChunks:
     max_chunks: int
     tiers_of_all: tuple[str, ...] | None = field(init=False)
     """The tiers of every chunk, if no tier waits until a chunk is needed again."""
-    _counts: OrderedDict[ObjectKey, int] = field(default_factory=OrderedDict, init=False)
+    _counts: OrderedDict[EntryKey, int] = field(default_factory=OrderedDict, init=False)
 
     def __post_init__(self) -> None:
         is_counting = any(after > 1 for after in self.store_after.values())
         self.tiers_of_all = None if is_counting else tuple(self.store_after)
 
-    def note_uses(self, keys: Iterable[ObjectKey]) -> None:
+    def note_uses(self, keys: Iterable[EntryKey]) -> None:
         """Count that one more request needs these chunks."""
         if self.tiers_of_all is not None:
             return
@@ -42,7 +42,7 @@ class SeenChunks:
             if len(self._counts) > self.max_chunks:
                 self._counts.popitem(last=False)
 
-    def tiers_to_store(self, key: ObjectKey) -> tuple[str, ...]:
+    def tiers_to_store(self, key: EntryKey) -> tuple[str, ...]:
         """The tiers that shall have the chunk now."""
         if self.tiers_of_all is not None:
             return self.tiers_of_all
@@ -211,7 +211,7 @@ class RequestStores:
 
     def _void_unseen(self, tracked: TrackedRequest, tables: BlockTables) -> None:
         """Make stores void whose blocks have left a sliding window: the engine reuses them."""
-        gone: list[ObjectKey] = []
+        gone: list[EntryKey] = []
         for group in self._local_groups:
             table, keys = tables[group], tracked.chain.keys[group]
             # Blocks leave a window from the front.

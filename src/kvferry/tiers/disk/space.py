@@ -1,11 +1,11 @@
-"""The space that objects take in a folder, and which of them are evicted.
+"""The space that entries take in a folder, and which of them are evicted.
 
 Several engines, also on several hosts, share a folder without locks: each one scans the folder now
-and then, adds what it has written since, and deletes the objects that were used least recently.
-Two engines that evict at once choose the same objects. Between two scans an engine does not see
+and then, adds what it has written since, and deletes the entries that were used least recently.
+Two engines that evict at once choose the same entries. Between two scans an engine does not see
 what the others write, so the folder may exceed its limit by that much.
 
-    <root>/<namespace: 32 hex digits>/<2 hex digits>/<key: 64 hex digits>       an object
+    <root>/<namespace: 32 hex digits>/<2 hex digits>/<key: 64 hex digits>       an entry
     <root>/<namespace: 32 hex digits>/<2 hex digits>/.<key>.<16 hex digits>.tmp  being written
     <root>/<namespace: 32 hex digits>/namespace.json                             for people
     <root>/<namespace: 32 hex digits>/.namespace.json.<16 hex digits>.tmp        being written
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvferry.logs import repeats_of
-from kvferry.tiers.base import ObjectKey, TierUsage
+from kvferry.tiers.base import EntryKey, TierUsage
 
 WAKE_FRACTION = 0.975
 """The part of the limit beyond which eviction starts."""
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 NAMESPACE_NAME = re.compile(r"[0-9a-f]{32}\Z")
 FOLDER_NAME = re.compile(r"[0-9a-f]{2}\Z")
-OBJECT_NAME = re.compile(r"[0-9a-f]{64}\Z")
+ENTRY_NAME = re.compile(r"[0-9a-f]{64}\Z")
 DRAFT_NAME = re.compile(r"\.([0-9a-f]{64}|namespace\.json)\.[0-9a-f]{16}\.tmp\Z")
 
 
@@ -69,24 +69,24 @@ class DiskSpace:
 
     def __init__(self, root: Path, max_bytes: int | None, watched_folder: str = "") -> None:
         """`max_bytes` None: this process neither scans nor evicts. `watched_folder` is that of the
-        namespace whose objects may be watched.
+        namespace whose entries may be watched.
         """
         self._root = root
         self._watched_folder = f"{watched_folder}/"
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._used_bytes = 0
-        self._num_objects = 0
+        self._num_entries = 0
         self._num_evicted = 0
         self._wanted_bytes = 0
-        """The size of the largest object for which there was no room since the last sweep."""
-        self._watched: set[ObjectKey] = set()
-        self._lost: list[ObjectKey] = []
-        """Objects that were watched, until `take_lost`."""
+        """The size of the largest entry for which there was no room since the last sweep."""
+        self._watched: set[EntryKey] = set()
+        self._lost: list[EntryKey] = []
+        """Entries that were watched, until `take_lost`."""
         self._is_cancelled = False
 
     def has_room(self, size_bytes: int) -> bool:
-        """Whether an object may be stored. If not, a sweep makes room for it."""
+        """Whether an entry may be stored. If not, a sweep makes room for it."""
         if self._max_bytes is None or self._used_bytes + size_bytes <= self._max_bytes:
             return True
         if size_bytes <= self._max_bytes:
@@ -98,26 +98,26 @@ class DiskSpace:
             WAKE_FRACTION * self._max_bytes, self._max_bytes - self._wanted_bytes
         )
 
-    def record(self, num_objects: int, size_bytes: int) -> None:
-        """Note that this process has added objects, or removed them with negative numbers."""
+    def record(self, num_entries: int, size_bytes: int) -> None:
+        """Note that this process has added entries, or removed them with negative numbers."""
         with self._lock:
-            self._num_objects = max(0, self._num_objects + num_objects)
+            self._num_entries = max(0, self._num_entries + num_entries)
             self._used_bytes = max(0, self._used_bytes + size_bytes)
 
     def usage(self) -> TierUsage:
         with self._lock:
             return TierUsage(
-                self._used_bytes, self._num_objects, self._max_bytes, self._num_evicted
+                self._used_bytes, self._num_entries, self._max_bytes, self._num_evicted
             )
 
-    def watch(self, keys: Iterable[ObjectKey]) -> None:
-        """Report these objects by `take_lost` when a scan does not find them, or when this process
+    def watch(self, keys: Iterable[EntryKey]) -> None:
+        """Report these entries by `take_lost` when a scan does not find them, or when this process
         evicts them.
         """
         with self._lock:
             self._watched.update(keys)
 
-    def take_lost(self) -> list[ObjectKey]:
+    def take_lost(self) -> list[EntryKey]:
         with self._lock:
             lost, self._lost = self._lost, []
         return lost
@@ -130,7 +130,7 @@ class DiskSpace:
         while tried is not None and not self._is_cancelled:
             tried = self._scan_and_evict(tried)
         is_small = not self.is_nearly_full()
-        # A store that finds no room again says so; an object that fits never must not empty the
+        # A store that finds no room again says so; an entry that fits never must not empty the
         # folder at every sweep.
         self._wanted_bytes = 0
         return is_small
@@ -140,11 +140,11 @@ class DiskSpace:
         self._is_cancelled = True
 
     def _scan_and_evict(self, tried: _StoredFile) -> _StoredFile | None:
-        """Evict objects that come after those that this sweep has tried. Return the last one if the
+        """Evict entries that come after those that this sweep has tried. Return the last one if the
         folder needs another scan.
         """
         with self._lock:
-            used_before, objects_before = self._used_bytes, self._num_objects
+            used_before, entries_before = self._used_bytes, self._num_entries
             unseen = self._watched.copy()
         scan = _Scan(self._root)
         files = self._until_cancelled(scan.files(), unseen)
@@ -156,11 +156,11 @@ class DiskSpace:
         with self._lock:
             if not scan.is_complete:
                 scan.used_bytes = max(scan.used_bytes, used_before)
-                scan.num_objects = max(scan.num_objects, objects_before)
-            # An object that was added during the scan may count twice until the next scan: the
+                scan.num_entries = max(scan.num_entries, entries_before)
+            # An entry that was added during the scan may count twice until the next scan: the
             # folder then seems larger than it is, never smaller.
             self._used_bytes = scan.used_bytes + max(0, self._used_bytes - used_before)
-            self._num_objects = scan.num_objects + max(0, self._num_objects - objects_before)
+            self._num_entries = scan.num_entries + max(0, self._num_entries - entries_before)
         if not self.is_nearly_full():
             return None
         self._evict(oldest)
@@ -194,9 +194,9 @@ class DiskSpace:
             self.record(-1, -file.size_bytes)
 
     def _until_cancelled(
-        self, files: Iterator[_StoredFile], unseen: set[ObjectKey]
+        self, files: Iterator[_StoredFile], unseen: set[EntryKey]
     ) -> Iterator[_StoredFile]:
-        """Yield the files, and remove the objects among them from `unseen`."""
+        """Yield the files, and remove the entries among them from `unseen`."""
         for file in files:
             if self._is_cancelled:
                 return
@@ -207,15 +207,15 @@ class DiskSpace:
     def _is_watched(self, file: _StoredFile) -> bool:
         return bool(self._watched) and file.path.startswith(self._watched_folder)
 
-    def _note_lost(self, keys: Iterable[ObjectKey]) -> None:
+    def _note_lost(self, keys: Iterable[EntryKey]) -> None:
         with self._lock:
             lost = self._watched.intersection(keys)
             self._watched -= lost
             self._lost += lost
 
 
-def _key_of(file: _StoredFile) -> ObjectKey:
-    return ObjectKey(bytes.fromhex(os.path.basename(file.path)))
+def _key_of(file: _StoredFile) -> EntryKey:
+    return EntryKey(bytes.fromhex(os.path.basename(file.path)))
 
 
 class _Scan:
@@ -225,46 +225,46 @@ class _Scan:
         self._root = root
         self._now = time.time()
         self.used_bytes = 0
-        self.num_objects = 0
+        self.num_entries = 0
         self.is_complete = True
-        """False if the file system failed: objects that were not seen may be there."""
+        """False if the file system failed: entries that were not seen may be there."""
 
     def files(self) -> Iterator[_StoredFile]:
-        """Yield the objects, and delete the drafts of dead writers."""
+        """Yield the entries, and delete the drafts of dead writers."""
         for namespace in self._folders(self._root, NAMESPACE_NAME):
             yield from self._files_of(namespace)  # drafts of its description
             for folder in self._folders(namespace.path, FOLDER_NAME):
                 yield from self._files_of(folder)
 
     def _files_of(self, folder: "os.DirEntry[str]") -> Iterator[_StoredFile]:
-        for entry in self._entries(folder.path):
-            is_draft = DRAFT_NAME.match(entry.name) is not None
-            if not is_draft and OBJECT_NAME.match(entry.name) is None:
+        for file in self._listing(folder.path):
+            is_draft = DRAFT_NAME.match(file.name) is not None
+            if not is_draft and ENTRY_NAME.match(file.name) is None:
                 continue
             try:
-                found = entry.stat(follow_symlinks=False)
+                found = file.stat(follow_symlinks=False)
             except OSError:
                 continue  # another engine deleted it
             # A draft from the future is stale too: the clock was set back since.
             if is_draft and abs(self._now - found.st_mtime) > DRAFT_MAX_AGE_S:
                 with suppress(OSError):
-                    os.unlink(entry.path)
+                    os.unlink(file.path)
                     continue
             self.used_bytes += found.st_size
             if not is_draft:
-                self.num_objects += 1
-                yield _StoredFile(found.st_mtime, entry.path, found.st_size)
+                self.num_entries += 1
+                yield _StoredFile(found.st_mtime, file.path, found.st_size)
 
     def _folders(self, path: str | Path, name: re.Pattern[str]) -> "Iterator[os.DirEntry[str]]":
-        for entry in self._entries(path):
-            if name.match(entry.name) is not None and entry.is_dir(follow_symlinks=False):
-                yield entry
+        for folder in self._listing(path):
+            if name.match(folder.name) is not None and folder.is_dir(follow_symlinks=False):
+                yield folder
 
-    def _entries(self, path: str | Path) -> "Iterator[os.DirEntry[str]]":
-        """The entries of a folder; none if it cannot be read or was deleted meanwhile."""
+    def _listing(self, path: str | Path) -> "Iterator[os.DirEntry[str]]":
+        """What is in a folder; nothing if it cannot be read or was deleted meanwhile."""
         try:
-            with os.scandir(path) as entries:
-                yield from entries
+            with os.scandir(path) as listing:
+                yield from listing
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ENOTDIR):
                 return

@@ -1,11 +1,11 @@
-"""Objects in files of a folder on a local or network file system.
+"""Entries in files of a folder on a local or network file system.
 
-A writer fills a draft in the object's folder and renames it, which is atomic on local file systems
-and on NFS: a reader opens a whole object or none, and an open file stays readable while another
+A writer fills a draft in the entry's folder and renames it, which is atomic on local file systems
+and on NFS: a reader opens a whole entry or none, and an open file stays readable while another
 process replaces or removes it. So engines share a folder without locks. `space.py` has the
 names of the files and the eviction.
 
-Nothing is flushed with fsync: an object that a power failure has torn is refused by its MAC.
+Nothing is flushed with fsync: an entry that a power failure has torn is refused by its MAC.
 
 Reads and writes bypass the page cache (O_DIRECT) where the file system allows it, because the host
 pool is the cache in front of the disk. A call to the file system has no deadline: on a network
@@ -29,9 +29,9 @@ from kvferry.errors import ConfigError
 from kvferry.logs import repeats_of
 from kvferry.tiers.backoff import StorageFailed, StorageHealth
 from kvferry.tiers.base import (
+    EntryKey,
     LoadOutcome,
     LoadResult,
-    ObjectKey,
     StoreOutcome,
     StoreResult,
     TierUsage,
@@ -45,14 +45,14 @@ from kvferry.transports.copy.native import native_or
 PAGE_BYTES = HEADER_BYTES
 """What direct I/O needs at most: addresses, offsets and lengths are multiples of it."""
 TOUCH_INTERVAL_S = 60.0
-"""An object's time of last use is as exact as this, so that most loads write nothing."""
+"""An entry's time of last use is as exact as this, so that most loads write nothing."""
 
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
-"""ESTALE: another host has removed the object while it was open here."""
+"""ESTALE: another host has removed the entry while it was open here."""
 WRITE_ATTEMPTS = 5
 """`kvferry store clear` may remove a folder at once after it was made."""
-_OF_ONE_OBJECT = (errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EPERM)
-"""Something else lies at the object's path, or a file that may not be replaced: other objects can
+_OF_ONE_ENTRY = (errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EPERM)
+"""Something else lies at the entry's path, or a file that may not be replaced: other entries can
 still be stored.
 """
 
@@ -69,7 +69,7 @@ class _ThreadPages(threading.local):
 
 
 class DiskTier:
-    """Implements `Tier` and `WatchesObjects`. Starts a thread if `max_bytes` is given."""
+    """Implements `Tier` and `WatchesEntries`. Starts a thread if `max_bytes` is given."""
 
     def __init__(
         self,
@@ -106,15 +106,15 @@ class DiskTier:
     def uses_direct_io(self) -> bool:
         return self._direct_flag != 0
 
-    def find(self, keys: Sequence[ObjectKey]) -> list[bool]:
+    def find(self, keys: Sequence[EntryKey]) -> list[bool]:
         return [_exists(self._path(key)) for key in keys]
 
-    def find_prefix(self, keys: Sequence[ObjectKey]) -> int:
+    def find_prefix(self, keys: Sequence[EntryKey]) -> int:
         # A stat takes microseconds, so the answer is exact, also where eviction has made holes.
         missing = (n for n, key in enumerate(keys) if not _exists(self._path(key)))
         return next(missing, len(keys))
 
-    def load(self, key: ObjectKey, into: memoryview) -> LoadResult:
+    def load(self, key: EntryKey, into: memoryview) -> LoadResult:
         path = self._path(key)
         try:
             refusal = self._read(path, key, into)
@@ -127,7 +127,7 @@ class DiskTier:
         self.remove([key])
         return LoadResult(LoadOutcome.REFUSED, f"{path} {refusal}")
 
-    def store(self, key: ObjectKey, payload: memoryview) -> StoreResult:
+    def store(self, key: EntryKey, payload: memoryview) -> StoreResult:
         paused = self._storing.pause_reason()
         if paused is not None:
             return StoreResult(StoreOutcome.DROPPED, paused)
@@ -138,13 +138,13 @@ class DiskTier:
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             advice = "; free space, or lower the disk tier's size" if is_full else ""
             reason = f"{path} cannot be written: {error.strerror}{advice}"
-            if error.errno not in _OF_ONE_OBJECT:
+            if error.errno not in _OF_ONE_ENTRY:
                 self._storing.failed(reason)
             return StoreResult(StoreOutcome.FAILED, reason)
         self._storing.succeeded()
         return result
 
-    def remove(self, keys: Sequence[ObjectKey]) -> None:
+    def remove(self, keys: Sequence[EntryKey]) -> None:
         for key in keys:
             path = self._path(key)
             with suppress(OSError):
@@ -152,11 +152,11 @@ class DiskTier:
                 os.unlink(path)
                 self._space.record(-1, -size_bytes)
 
-    def watch(self, keys: Sequence[ObjectKey]) -> None:
+    def watch(self, keys: Sequence[EntryKey]) -> None:
         if self._sweeper is not None:
             self._space.watch(keys)
 
-    def take_lost(self) -> list[ObjectKey]:
+    def take_lost(self) -> list[EntryKey]:
         return self._space.take_lost()
 
     def usage(self) -> TierUsage:
@@ -168,11 +168,11 @@ class DiskTier:
 
     # -- files --
 
-    def _path(self, key: ObjectKey) -> str:
+    def _path(self, key: EntryKey) -> str:
         name = key.hex()
         return f"{self._folder}/{name[:2]}/{name}"
 
-    def _read(self, path: str, key: ObjectKey, into: memoryview) -> str | None:
+    def _read(self, path: str, key: EntryKey, into: memoryview) -> str | None:
         """Read and check one file, and return why it is refused."""
         pages = self._thread_pages.pages
         header, last_page = pages[:PAGE_BYTES], pages[PAGE_BYTES:]
@@ -197,7 +197,7 @@ class DiskTier:
         _touch(path, changed_s)
         return None
 
-    def _store(self, path: str, key: ObjectKey, payload: memoryview) -> StoreResult:
+    def _store(self, path: str, key: EntryKey, payload: memoryview) -> StoreResult:
         size_bytes = HEADER_BYTES + len(payload)
         if _touch_if_present(path, size_bytes):
             return StoreResult(StoreOutcome.PRESENT)
@@ -214,12 +214,12 @@ class DiskTier:
         )
 
     def _write(self, path: str, header: bytes, payload: memoryview) -> None:
-        """Make the object visible as a whole, or raise OSError and leave no file."""
+        """Make the entry visible as a whole, or raise OSError and leave no file."""
         direct = self._direct_flag if _is_aligned(payload) else 0
         for num_left in reversed(range(WRITE_ATTEMPTS)):
             try:
                 with _draft_of(path, direct) as opened:
-                    _write_object(opened, self._thread_pages.pages, header, payload)
+                    _write_entry(opened, self._thread_pages.pages, header, payload)
                 break
             except FileNotFoundError:
                 if not num_left:
@@ -241,7 +241,7 @@ class DiskTier:
             os.mkdir(folder, 0o700)
 
     def _describe(self) -> None:
-        """Write down what the namespace is, unless exactly that is written there. Objects are
+        """Write down what the namespace is, unless exactly that is written there. Entries are
         stored and loaded without it.
         """
         path, text = f"{self._folder}/{NAMESPACE_FILE}", self._namespace.text.encode()
@@ -361,7 +361,7 @@ def _is_aligned(buffer: memoryview) -> bool:
     return bool(address % PAGE_BYTES == 0)
 
 
-def _write_object(opened: int, pages: memoryview, header: bytes, payload: memoryview) -> None:
+def _write_entry(opened: int, pages: memoryview, header: bytes, payload: memoryview) -> None:
     pages[:HEADER_BYTES] = header
     split = _whole_pages(len(payload))
     rest = len(payload) - split

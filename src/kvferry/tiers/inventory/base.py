@@ -1,8 +1,8 @@
 """The contract of an inventory: what one storage holds, and how it is checked and cleared.
 
-An inventory walks a storage that engines use at the same time, and never stops them. An object that
+An inventory walks a storage that engines use at the same time, and never stops them. An entry that
 an engine evicts during a walk is gone, not damaged. Walks are streams: a storage may have millions
-of objects.
+of entries.
 """
 
 import json
@@ -12,45 +12,33 @@ from enum import Enum
 from typing import Any, Protocol
 
 from kvferry.tiers.keys import Namespace
+from kvferry.tiers.pool.reader import SegmentInfo
 
 MAX_TEXT_BYTES = 1 << 20
 """The longest description of a namespace that is read."""
 
 NoteProgress = Callable[[int], None]
-"""Is told now and then how many objects a walk has seen so far."""
+"""Is told now and then how many entries a walk has seen so far."""
 
 
 class Condition(Enum):
-    """What a check has found out about an object."""
+    """What a check has found out about an entry."""
 
     SOUND = "sound"
     GONE = "gone"
-    """An engine has removed or replaced the object since it was listed."""
+    """An engine has removed or replaced the entry since it was listed."""
     DAMAGED = "damaged"
     UNPROVEN = "unproven"
-    """The MAC does not match: the object is damaged, or was sealed with another secret."""
+    """The MAC does not match: the entry is damaged, or was sealed with another secret."""
     UNCHECKED = "unchecked"
-    """The object could not be read, or nothing says how to check it."""
+    """The entry could not be read, or nothing says how to check it."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
     condition: Condition
     reason: str = ""
-    """Completes the sentence `The object …`, unless the object is sound or gone."""
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentSummary:
-    """One segment of the host pool."""
-
-    path: str
-    owner_pid: int
-    is_live: bool
-    """Whether the owner lives."""
-    num_objects: int
-    num_rows: int
-    total_bytes: int
+    """Completes the sentence `The object …`, unless the entry is sound or gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +46,12 @@ class NamespaceSummary:
     namespace: str
     """The digest of the namespace, in hex."""
     factors: Mapping[str, Any] | None
-    """What the objects depend on; None if the storage has no valid description."""
+    """What the entries depend on; None if the storage has no valid description."""
     num_objects: int = 0
     used_bytes: int = 0
     last_used_s: float = 0.0
     """Seconds since 1970; 0 if the namespace is empty."""
-    segments: tuple[SegmentSummary, ...] = ()
+    segments: tuple[SegmentInfo, ...] = ()
     """Of a host pool."""
 
 
@@ -85,21 +73,21 @@ class Inventory(Protocol):
         """The namespaces in the storage, as hex digits."""
 
     def summary(self, namespace: str, note: NoteProgress) -> NamespaceSummary:
-        """Walk through one namespace and add up its objects."""
+        """Walk through one namespace and add up its entries."""
 
     def objects(self, namespace: str) -> Iterator[str]:
-        """The names of all objects of a namespace, for `check` and `remove`."""
+        """The names of all entries of a namespace, for `check` and `remove`."""
 
     def check(self, namespace: str, name: str) -> CheckResult:
-        """Read one object and check every byte."""
+        """Read one entry and check every byte."""
 
     def remove(self, namespace: str, names: Sequence[str]) -> int:
-        """Remove objects and return how many are gone. Some storages cannot remove single objects,
+        """Remove entries and return how many are gone. Some storages cannot remove single entries,
         and then remove nothing or more.
         """
 
     def clear(self, namespace: str, note: NoteProgress) -> int:
-        """Remove a namespace as far as no engine is writing to it, and return how many objects are
+        """Remove a namespace as far as no engine is writing to it, and return how many entries are
         gone.
         """
 

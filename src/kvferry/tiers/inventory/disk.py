@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.errors import ConfigError
-from kvferry.tiers.base import ObjectKey
+from kvferry.tiers.base import EntryKey
 from kvferry.tiers.disk.space import (
     DRAFT_MAX_AGE_S,
     DRAFT_NAME,
+    ENTRY_NAME,
     FOLDER_NAME,
     NAMESPACE_NAME,
-    OBJECT_NAME,
 )
 from kvferry.tiers.envelope import HEADER_BYTES, Envelope, Refusal
 from kvferry.tiers.files import DamagedFile, open_regular_file, read_regular_file
@@ -30,10 +30,10 @@ from kvferry.tiers.inventory.base import (
 )
 from kvferry.tiers.keys import NAMESPACE_FILE
 
-MAX_OBJECT_BYTES = 4 << 30
+MAX_ENTRY_BYTES = 4 << 30
 """Larger files are refused unread. No engine has chunks of this size."""
 PIECE_BYTES = 1 << 20
-"""What is read of an object at once."""
+"""What is read of an entry at once."""
 
 
 class DiskInventory:
@@ -59,15 +59,15 @@ class DiskInventory:
         return str(self._root)
 
     def namespaces(self) -> Iterator[str]:
-        for entry in _entries(self._root):
-            if NAMESPACE_NAME.match(entry.name) and entry.is_dir(follow_symlinks=False):
-                yield entry.name
+        for file in _listing(self._root):
+            if NAMESPACE_NAME.match(file.name) and file.is_dir(follow_symlinks=False):
+                yield file.name
 
     def summary(self, namespace: str, note: NoteProgress) -> NamespaceSummary:
         num_objects, used_bytes, last_used = 0, 0, 0.0
-        for entry in self._objects(namespace):
+        for file in self._objects(namespace):
             with suppress(OSError):  # an engine has evicted it
-                found = entry.stat(follow_symlinks=False)
+                found = file.stat(follow_symlinks=False)
                 num_objects += 1
                 used_bytes += found.st_size
                 last_used = max(last_used, found.st_mtime)
@@ -76,7 +76,7 @@ class DiskInventory:
         return NamespaceSummary(namespace, factors, num_objects, used_bytes, last_used)
 
     def objects(self, namespace: str) -> Iterator[str]:
-        return (entry.name for entry in self._objects(namespace))
+        return (file.name for file in self._objects(namespace))
 
     def check(self, namespace: str, name: str) -> CheckResult:
         try:
@@ -91,19 +91,19 @@ class DiskInventory:
             return CheckResult(Condition.UNCHECKED, f"cannot be read: {error.strerror}")
 
     def remove(self, namespace: str, names: Sequence[str]) -> int:
-        # An engine may have replaced a damaged object since the check. Removing the new one costs
+        # An engine may have replaced a damaged entry since the check. Removing the new one costs
         # that engine no more than a miss.
         return sum(_is_unlinked(self._path(namespace, name)) for name in names)
 
     def clear(self, namespace: str, note: NoteProgress) -> int:
         num_gone = 0
         for folder in self._folders(namespace):
-            for entry in _entries(folder):
-                is_object = OBJECT_NAME.match(entry.name) is not None
-                if is_object or _is_stale_draft(entry):
-                    num_gone += _is_unlinked(entry.path) and is_object
+            for file in _listing(folder):
+                is_entry = ENTRY_NAME.match(file.name) is not None
+                if is_entry or _is_stale_draft(file):
+                    num_gone += _is_unlinked(file.path) and is_entry
                     note(num_gone)
-            with suppress(OSError):  # an engine is writing an object there
+            with suppress(OSError):  # an engine is writing an entry there
                 os.rmdir(folder)
         self._remove_folder(namespace)
         return num_gone
@@ -114,9 +114,9 @@ class DiskInventory:
     def _remove_folder(self, namespace: str) -> None:
         """Remove the namespace's folder unless an engine has stored something there meanwhile."""
         folder = self._root / namespace
-        for draft in filter(_is_stale_draft, _entries(folder)):
+        for draft in filter(_is_stale_draft, _listing(folder)):
             _is_unlinked(draft.path)
-        if any(entry.name != NAMESPACE_FILE for entry in _entries(folder)):
+        if any(file.name != NAMESPACE_FILE for file in _listing(folder)):
             return
         with suppress(OSError):  # an engine made a folder in the moment between
             (folder / NAMESPACE_FILE).unlink(missing_ok=True)
@@ -131,12 +131,12 @@ class DiskInventory:
 
     def _objects(self, namespace: str) -> "Iterator[os.DirEntry[str]]":
         for folder in self._folders(namespace):
-            yield from (entry for entry in _entries(folder) if OBJECT_NAME.match(entry.name))
+            yield from (file for file in _listing(folder) if ENTRY_NAME.match(file.name))
 
     def _folders(self, namespace: str) -> Iterator[str]:
-        for entry in _entries(self._root / namespace):
-            if FOLDER_NAME.match(entry.name) and entry.is_dir(follow_symlinks=False):
-                yield entry.path
+        for file in _listing(self._root / namespace):
+            if FOLDER_NAME.match(file.name) and file.is_dir(follow_symlinks=False):
+                yield file.path
 
     def _path(self, namespace: str, name: str) -> str:
         return f"{self._root}/{namespace}/{name[:2]}/{name}"
@@ -145,15 +145,15 @@ class DiskInventory:
 def checked(
     secret: bytes, namespace: str, name: str, stored_bytes: int, pieces: Iterator[memoryview]
 ) -> CheckResult:
-    """Check a stored object whose name is its key in hex. The first piece is not shorter than the
-    header, if the object is not; it is the only one that is read unless the header is right.
+    """Check a stored entry whose name is its key in hex. The first piece is not shorter than the
+    header, if the entry is not; it is the only one that is read unless the header is right.
     """
-    if stored_bytes > MAX_OBJECT_BYTES:
+    if stored_bytes > MAX_ENTRY_BYTES:
         return CheckResult(Condition.DAMAGED, "is larger than any chunk")
     envelope = Envelope(secret, bytes.fromhex(namespace))
     first = next(pieces, memoryview(b""))
     header = memoryview(bytes(first[:HEADER_BYTES]))  # the pieces may share one buffer
-    refusal = envelope.check_header(ObjectKey(bytes.fromhex(name)), header, stored_bytes)
+    refusal = envelope.check_header(EntryKey(bytes.fromhex(name)), header, stored_bytes)
     if refusal is None:
         refusal = envelope.check_payload(header, chain([first[HEADER_BYTES:]], pieces))
     if refusal is None:
@@ -165,7 +165,7 @@ def checked(
 def _pieces(file: BufferedReader) -> Iterator[memoryview]:
     """The bytes of a file. Each piece is overwritten by the next one."""
     buffer = memoryview(bytearray(PIECE_BYTES))
-    for _ in range(0, MAX_OBJECT_BYTES, PIECE_BYTES):
+    for _ in range(0, MAX_ENTRY_BYTES, PIECE_BYTES):
         if not (count := file.readinto(buffer)):
             return
         yield buffer[:count]
@@ -174,10 +174,10 @@ def _pieces(file: BufferedReader) -> Iterator[memoryview]:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _entries(path: str | Path) -> "Iterator[os.DirEntry[str]]":
-    """The entries of a folder; none if it cannot be read or was removed meanwhile."""
-    with suppress(OSError), os.scandir(path) as entries:
-        yield from entries
+def _listing(path: str | Path) -> "Iterator[os.DirEntry[str]]":
+    """What is in a folder; nothing if it cannot be read or was removed meanwhile."""
+    with suppress(OSError), os.scandir(path) as listing:
+        yield from listing
 
 
 def _is_unlinked(path: str) -> bool:
@@ -187,10 +187,10 @@ def _is_unlinked(path: str) -> bool:
     return False
 
 
-def _is_stale_draft(entry: "os.DirEntry[str]") -> bool:
+def _is_stale_draft(file: "os.DirEntry[str]") -> bool:
     """Whether a file being written belongs to a dead writer."""
-    if DRAFT_NAME.match(entry.name) is None:
+    if DRAFT_NAME.match(file.name) is None:
         return False
     with suppress(OSError):
-        return abs(time.time() - entry.stat(follow_symlinks=False).st_mtime) > DRAFT_MAX_AGE_S
+        return abs(time.time() - file.stat(follow_symlinks=False).st_mtime) > DRAFT_MAX_AGE_S
     return False

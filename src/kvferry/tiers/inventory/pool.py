@@ -20,7 +20,6 @@ from kvferry.tiers.inventory.base import (
     Condition,
     NamespaceSummary,
     NoteProgress,
-    SegmentSummary,
     factors_of,
 )
 from kvferry.tiers.pool.reader import SegmentInfo, list_segments
@@ -35,7 +34,7 @@ ATTEMPTS = 3
 
 
 class PoolInventory:
-    """Implements `Inventory`. The name of an object is `<file name>:<row>`."""
+    """Implements `Inventory`. The name of an entry is `<file name>:<row>`."""
 
     tier = "cpu"
 
@@ -66,9 +65,9 @@ class PoolInventory:
             namespace,
             _first_factors(segments),
             sum(segment.num_objects for segment in segments),
-            sum(segment.num_objects * segment.row_bytes for segment in segments),
+            sum(segment.num_objects * segment.header.layout.row_bytes for segment in segments),
             max((segment.last_store_s for segment in segments), default=0.0),
-            tuple(map(_shown, segments)),
+            tuple(segments),
         )
 
     def objects(self, namespace: str) -> Iterator[str]:
@@ -181,18 +180,7 @@ def _check_row(table: SegmentTable, row: int, checkers: "Sequence[_GroupChecker]
 
 
 def _first_factors(segments: "Sequence[SegmentInfo] | Iterator[SegmentInfo]") -> Any:
-    texts = ((segment.namespace, segment.namespace_text.encode()) for segment in segments)
+    texts = ((segment.namespace, segment.header.namespace_text.encode()) for segment in segments)
     return next(
         (found for found in (factors_of(*each) for each in texts) if found is not None), None
-    )
-
-
-def _shown(segment: SegmentInfo) -> SegmentSummary:
-    return SegmentSummary(
-        str(segment.path),
-        segment.owner_pid,
-        segment.is_live,
-        segment.num_objects,
-        segment.num_rows,
-        segment.total_bytes,
     )

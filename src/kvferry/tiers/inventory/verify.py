@@ -1,7 +1,7 @@
-"""Checks all objects of a storage, and removes the damaged ones.
+"""Checks all entries of a storage, and removes the damaged ones.
 
-An object whose MAC does not match is damaged, or this process has another secret than the engines.
-So such objects are removed only after some other object has proven the secret right.
+An entry whose MAC does not match is damaged, or this process has another secret than the engines.
+So such entries are removed only after some other entry has proven the secret right.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from itertools import groupby, islice
 from kvferry.tiers.inventory.base import CheckResult, Condition, Inventory, NoteProgress
 
 BATCH_SIZE = 64
-"""Objects that are checked at a time; bounds the memory of a walk."""
+"""Entries that are checked at a time; bounds the memory of a walk."""
 MAX_LISTED = 1000
 MAX_POSTPONED = 100_000
 """Removals that wait for a proof of the secret."""
@@ -26,7 +26,7 @@ class OnDamage(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class BadObject:
+class BadEntry:
     namespace: str
     name: str
     result: CheckResult
@@ -39,17 +39,17 @@ class Verification:
     num_checked: int = 0
     num_sound: int = 0
     num_bad: int = 0
-    """Damaged and unproven objects."""
+    """Damaged and unproven entries."""
     num_unchecked: int = 0
     num_removed: int = 0
-    bad: list[BadObject] = field(default_factory=list)
-    """The first bad and unchecked objects, at most `MAX_LISTED`."""
+    bad: list[BadEntry] = field(default_factory=list)
+    """The first bad and unchecked entries, at most `MAX_LISTED`."""
 
     @property
     def is_secret_proven(self) -> bool:
         return self.num_sound > 0
 
-    def note(self, bad: BadObject) -> None:
+    def note(self, bad: BadEntry) -> None:
         if bad.result.condition is Condition.UNCHECKED:
             self.num_unchecked += 1
         else:
@@ -65,11 +65,11 @@ def verify(
     num_threads: int,
     note: NoteProgress,
 ) -> Verification:
-    """Check all objects of the namespaces. Raises `TransportError` if the storage cannot be
+    """Check all entries of the namespaces. Raises `TransportError` if the storage cannot be
     listed.
     """
     found = Verification()
-    unproven: list[BadObject] = []
+    unproven: list[BadEntry] = []
     with ThreadPoolExecutor(num_threads, thread_name_prefix="kvferry-verify") as pool:
         for namespace in namespaces:
             check = partial(inventory.check, namespace)
@@ -88,24 +88,24 @@ def verify(
 
 def _count(
     found: Verification, namespace: str, names: Sequence[str], results: Iterator[CheckResult]
-) -> list[BadObject]:
-    """Count the results and return the damaged and unproven objects."""
+) -> list[BadEntry]:
+    """Count the results and return the damaged and unproven entries."""
     bad = []
     for name, result in zip(names, results, strict=True):
         found.num_checked += result.condition is not Condition.GONE
         found.num_sound += result.condition is Condition.SOUND
         if result.condition not in (Condition.SOUND, Condition.GONE):
-            found.note(BadObject(namespace, name, result))
+            found.note(BadEntry(namespace, name, result))
             if result.condition is not Condition.UNCHECKED:
-                bad.append(BadObject(namespace, name, result))
+                bad.append(BadEntry(namespace, name, result))
     return bad
 
 
-def _is_damaged(bad: BadObject) -> bool:
+def _is_damaged(bad: BadEntry) -> bool:
     return bad.result.condition is Condition.DAMAGED
 
 
-def _remove(inventory: Inventory, found: Verification, bad: Sequence[BadObject]) -> None:
+def _remove(inventory: Inventory, found: Verification, bad: Sequence[BadEntry]) -> None:
     for namespace, alike in groupby(bad, lambda each: each.namespace):
         found.num_removed += inventory.remove(namespace, [each.name for each in alike])
 

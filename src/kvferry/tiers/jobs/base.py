@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from kvferry.tiers.base import LoadResult, ObjectKey, StoreResult
+from kvferry.tiers.base import EntryKey, LoadResult, StoreResult
 from kvferry.tiers.commands import POOL, Chunk, OffloadEvent, TierCounts
 from kvferry.tiers.jobs.contents import TierContents
 from kvferry.tiers.pool.host_pool import HostPool
@@ -44,7 +44,7 @@ class LoadEntry:
 
     task_id: int
     tier: str
-    key: ObjectKey
+    key: EntryKey
     row: int
     size_bytes: int
 
@@ -55,7 +55,7 @@ class StoreEntry:
 
     task_id: int
     tier: str
-    key: ObjectKey
+    key: EntryKey
     row: int
     size_bytes: int
 
@@ -124,11 +124,11 @@ class JobOutbox:
             row = self._reports.counts.setdefault(tier, {})
             row[name] = row.get(name, 0) + by
 
-    def note_held(self, tier: str, key: ObjectKey) -> None:
+    def note_held(self, tier: str, key: EntryKey) -> None:
         if self.contents is not None and self._is_reported(tier):
             self.contents.add(tier, key)
 
-    def note_gone(self, tier: str, key: ObjectKey) -> None:
+    def note_gone(self, tier: str, key: EntryKey) -> None:
         if self.contents is not None:
             self.contents.remove(tier, key)
 
@@ -154,20 +154,20 @@ class JobRows:
     row_bytes: tuple[int, ...]
     """The size of a chunk in each KV-cache group."""
     outbox: JobOutbox
-    _distrusted: OrderedDict[ObjectKey, int] = field(default_factory=OrderedDict, init=False)
+    _distrusted: OrderedDict[EntryKey, int] = field(default_factory=OrderedDict, init=False)
     """Rows of other engines that were found damaged, with their checksums."""
 
     def size(self, chunk: Chunk) -> int:
         return self.row_bytes[chunk.group]
 
-    def find(self, key: ObjectKey) -> StoredRow | None:
+    def find(self, key: EntryKey) -> StoredRow | None:
         """Where the entry is in the pool, in a row that may be used."""
         found = self.pool.find(key)
         if found is not None and found.row is None and self._distrusted.get(key) == found.checksum:
             return None
         return found
 
-    def distrust(self, key: ObjectKey, stored: StoredRow) -> None:
+    def distrust(self, key: EntryKey, stored: StoredRow) -> None:
         """Do not use a row again. A row of another engine cannot be removed, only ignored."""
         if stored.row is not None:
             self.pool.remove(key)
@@ -177,7 +177,7 @@ class JobRows:
         if len(self._distrusted) > MAX_DISTRUSTED:
             self._distrusted.popitem(last=False)
 
-    def publish(self, key: ObjectKey, row: int, checksum: int) -> bool:
+    def publish(self, key: EntryKey, row: int, checksum: int) -> bool:
         """Let loads find a row. False if the pool was cleared while the row was filled. The caller
         calls `release` when it has pinned the row for everything that still needs it.
         """
@@ -186,7 +186,7 @@ class JobRows:
             self.outbox.note_held(POOL, key)
         return is_published
 
-    def release(self, key: ObjectKey) -> None:
+    def release(self, key: EntryKey) -> None:
         """Keep a row only if the pool is a tier. Pins keep its bytes until they are used."""
         if not self.outbox.is_pool_tier:
             self.pool.remove(key)

@@ -11,7 +11,7 @@ never write into the engine's cache, and its request need not wait for it.
 
 from collections.abc import Iterable, Sequence
 
-from kvferry.tiers.base import LoadResult, ObjectKey, StoreResult
+from kvferry.tiers.base import EntryKey, LoadResult, StoreResult
 from kvferry.tiers.commands import (
     POOL,
     CancelLoad,
@@ -112,7 +112,7 @@ class OffloadJobs:
     def next_deadline(self) -> float | None:
         return self._loads.next_deadline()
 
-    def note_lost(self, tier: str, keys: Iterable[ObjectKey]) -> None:
+    def note_lost(self, tier: str, keys: Iterable[EntryKey]) -> None:
         """Note entries that a slower tier has noticed to be gone."""
         for key in keys:
             self._entries.forget(tier, key)

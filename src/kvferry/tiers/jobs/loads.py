@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvferry.tiers.base import LoadOutcome, LoadResult, ObjectKey
+from kvferry.tiers.base import EntryKey, LoadOutcome, LoadResult
 from kvferry.tiers.commands import POOL, Chunk, Chunks, LoadEnded
 from kvferry.tiers.jobs.base import CopyResult, JobOutbox, JobRows, LoadEntry, LoadRows, batches
 from kvferry.tiers.jobs.stores import EntryStores
@@ -30,7 +30,7 @@ class _Load:
     request: str
     deadline: float
     began: float
-    open: dict[ObjectKey, Chunk]
+    open: dict[EntryKey, Chunk]
     """The chunks whose blocks are not filled yet."""
     num_copies: int = 0
     """How many `LoadRows` may be writing into the blocks now."""
@@ -38,7 +38,7 @@ class _Load:
     """Why the load needs no chunk any more."""
     is_late: bool = False
     """Whether the load has failed because it took too long."""
-    missing: list[ObjectKey] = field(default_factory=list)
+    missing: list[EntryKey] = field(default_factory=list)
     bytes_by_tier: dict[str, int] = field(default_factory=dict)
 
 
@@ -105,7 +105,7 @@ class LoadJobs:
     """By task."""
     _entries: dict[int, _EntryLoad] = field(default_factory=dict, init=False)
     """By task."""
-    _entries_by_key: dict[ObjectKey, _EntryLoad] = field(default_factory=dict, init=False)
+    _entries_by_key: dict[EntryKey, _EntryLoad] = field(default_factory=dict, init=False)
     _without_row: deque[_EntryLoad] = field(default_factory=deque, init=False)
     """Entries that wait for a free row of the pool."""
 

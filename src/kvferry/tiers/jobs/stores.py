@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
-from kvferry.tiers.base import ObjectKey, StoreOutcome, StoreResult
+from kvferry.tiers.base import EntryKey, StoreOutcome, StoreResult
 from kvferry.tiers.commands import POOL, Chunk, Chunks, StoresCopied
 from kvferry.tiers.jobs.base import CopyResult, JobOutbox, JobRows, StoreEntry, StoreRows, batches
 from kvferry.transports.base import RowBlocks
@@ -36,7 +36,7 @@ class EntryStores:
     rows: JobRows
     outbox: JobOutbox
     _num_active: int = field(default=0, init=False)
-    _known: OrderedDict[tuple[str, ObjectKey], float] = field(
+    _known: OrderedDict[tuple[str, EntryKey], float] = field(
         default_factory=OrderedDict, init=False
     )
     """The entries that tiers had, or began to get, at these times."""
@@ -85,14 +85,14 @@ class EntryStores:
             and now - self._known.get((tier, chunk.key), never) >= KNOWN_FOR_S
         ]
 
-    def note_known(self, tier: str, key: ObjectKey, now: float) -> None:
+    def note_known(self, tier: str, key: EntryKey, now: float) -> None:
         """Note that a tier has an entry, or begins to get it."""
         self._known[tier, key] = now
         self._known.move_to_end((tier, key))
         if len(self._known) > MAX_KNOWN_ENTRIES:
             self._known.popitem(last=False)
 
-    def forget(self, tier: str, key: ObjectKey) -> None:
+    def forget(self, tier: str, key: EntryKey) -> None:
         """Note that a tier may lack an entry."""
         self._known.pop((tier, key), None)
 
@@ -109,7 +109,7 @@ class _Copy:
     chunks: tuple[Chunk, ...]
     rows: tuple[int, ...]
     size_bytes: int
-    void_keys: set[ObjectKey] = field(default_factory=set)
+    void_keys: set[EntryKey] = field(default_factory=set)
     is_void: bool = False
     """As a whole."""
 
@@ -135,7 +135,7 @@ class StoreJobs:
             self._start_copy(request, number, batch)
         self._report_copied()
 
-    def void(self, request: str, keys: Collection[ObjectKey]) -> None:
+    def void(self, request: str, keys: Collection[EntryKey]) -> None:
         """Do not publish these chunks of a request, or all if there are no keys."""
         for copy in self._copies.values():
             if copy.request == request:

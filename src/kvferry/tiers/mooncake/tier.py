@@ -19,9 +19,9 @@ import numpy as np
 
 from kvferry.tiers.backoff import StorageFailed, StorageHealth, StorageNotAsked
 from kvferry.tiers.base import (
+    EntryKey,
     LoadOutcome,
     LoadResult,
-    ObjectKey,
     StoreOutcome,
     StoreResult,
     TierUsage,
@@ -92,14 +92,14 @@ class MooncakeTier:
     def name(self) -> str:
         return "mooncake"
 
-    def find(self, keys: Sequence[ObjectKey]) -> list[bool]:
+    def find(self, keys: Sequence[EntryKey]) -> list[bool]:
         until = time.monotonic() + self._deadlines.lookup_s
         found: list[bool] = []
         for start in range(0, len(keys), MAX_NAMES):
             found += self._find_some(keys[start : start + MAX_NAMES], until)
         return found
 
-    def find_prefix(self, keys: Sequence[ObjectKey]) -> int:
+    def find_prefix(self, keys: Sequence[EntryKey]) -> int:
         until = time.monotonic() + self._deadlines.lookup_s
         count = 0
         for start in range(0, len(keys), MAX_NAMES):
@@ -109,7 +109,7 @@ class MooncakeTier:
             count += len(found)
         return count
 
-    def load(self, key: ObjectKey, into: memoryview) -> LoadResult:
+    def load(self, key: EntryKey, into: memoryview) -> LoadResult:
         until = time.monotonic() + self._deadlines.transfer_s
         wanted_bytes = HEADER_BYTES + len(into)
         call = Call(Operation.GET, [self._object_name(key)], wanted_bytes)
@@ -141,7 +141,7 @@ class MooncakeTier:
             self.remove([key])
         return result
 
-    def store(self, key: ObjectKey, payload: memoryview) -> StoreResult:
+    def store(self, key: EntryKey, payload: memoryview) -> StoreResult:
         paused = self._storing.pause_reason()
         if paused is not None:
             return StoreResult(StoreOutcome.DROPPED, paused)
@@ -158,7 +158,7 @@ class MooncakeTier:
         self._storing.succeeded()
         return StoreResult(StoreOutcome.PRESENT if code in PRESENT else StoreOutcome.STORED)
 
-    def remove(self, keys: Sequence[ObjectKey]) -> None:
+    def remove(self, keys: Sequence[EntryKey]) -> None:
         until = time.monotonic() + self._deadlines.transfer_s
         with suppress(StorageFailed):
             for start in range(0, len(keys), MAX_NAMES):
@@ -172,14 +172,14 @@ class MooncakeTier:
     def close(self) -> None:
         self._agent.close()
 
-    def _object_name(self, key: ObjectKey) -> str:
+    def _object_name(self, key: EntryKey) -> str:
         return f"{self._namespace.hex}/{key.hex()}"
 
-    def _find_some(self, keys: Sequence[ObjectKey], until: float) -> list[bool]:
+    def _find_some(self, keys: Sequence[EntryKey], until: float) -> list[bool]:
         answer = self._ask(Call(Operation.FIND, [self._object_name(key) for key in keys]), until)
         return [code == 1 for code in answer]
 
-    def _write(self, key: ObjectKey, payload: memoryview) -> int:
+    def _write(self, key: EntryKey, payload: memoryview) -> int:
         """Write one object, unless it is there. 0, or a code of `PRESENT` or `STORES_FAIL`."""
         until = time.monotonic() + self._deadlines.transfer_s
         name, size_bytes = self._object_name(key), HEADER_BYTES + len(payload)
@@ -202,7 +202,7 @@ class MooncakeTier:
         if code == 0:
             with self._usage_lock:
                 self._usage = TierUsage(
-                    self._usage.used_bytes + size_bytes, self._usage.num_objects + 1
+                    self._usage.used_bytes + size_bytes, self._usage.num_entries + 1
                 )
         return code
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from kvferry.errors import ConfigError, LocalProtocolError
 from kvferry.host_memory import available_bytes, check_fits
-from kvferry.tiers.base import ObjectKey, TierUsage
+from kvferry.tiers.base import EntryKey, TierUsage
 from kvferry.tiers.keys import Namespace
 from kvferry.tiers.pool.policies import EvictionPolicy
 from kvferry.tiers.pool.reader import PoolReader, StoredRow
@@ -76,16 +76,16 @@ class HostPool:
         self._file = file
         self._others = others
         self._policy = make_policy(table.layout.num_rows)
-        self._index: dict[ObjectKey, int] = {}
+        self._index: dict[EntryKey, int] = {}
         """The rows in state READY."""
-        self._writing: dict[int, ObjectKey] = {}
-        self._written: dict[ObjectKey, int] = {}
+        self._writing: dict[int, EntryKey] = {}
+        self._written: dict[EntryKey, int] = {}
         """The rows that are being written; by key, only those that are to be published."""
         self._pins: dict[int, int] = {}
         self._dropped: set[int] = set()
         """Rows that are free once they are no longer pinned, or once their writer is done."""
         self._free: list[int] = []
-        self._evicted: list[ObjectKey] = []
+        self._evicted: list[EntryKey] = []
         self._num_evicted = 0
         self._seen_uses = table.used.copy()
         self._evictions_until_scan = 0
@@ -156,13 +156,13 @@ class HostPool:
 
     # -- storing --
 
-    def holds(self, key: ObjectKey) -> bool:
-        """Whether our own segment has the object, or it is being written there."""
+    def holds(self, key: EntryKey) -> bool:
+        """Whether our own segment has the entry, or it is being written there."""
         return key in self._index or key in self._written
 
-    def reserve(self, key: ObjectKey) -> int | None:
-        """Choose a row for a new object, which leaves the row in state writing until `publish` or
-        `discard`. If there is no free row, another object is evicted. None, with nothing changed,
+    def reserve(self, key: EntryKey) -> int | None:
+        """Choose a row for a new entry, which leaves the row in state writing until `publish` or
+        `discard`. If there is no free row, another entry is evicted. None, with nothing changed,
         if all rows are pinned or being written. LocalProtocolError if `holds(key)`.
         """
         if self.holds(key):
@@ -187,8 +187,8 @@ class HostPool:
         return row
 
     def publish(self, row: int, checksum: int) -> bool:
-        """Make a reserved row visible to all engines, now that it holds the object with this
-        checksum (`RowCopier.save`). False if the object was removed meanwhile; then the row is
+        """Make a reserved row visible to all engines, now that it holds the entry with this
+        checksum (`RowCopier.save`). False if the entry was removed meanwhile; then the row is
         free.
         """
         key = self._end_writing(row)
@@ -201,7 +201,7 @@ class HostPool:
         return True
 
     def discard(self, row: int) -> None:
-        """Give a reserved row back: the object could not be written."""
+        """Give a reserved row back: the entry could not be written."""
         key = self._end_writing(row)
         self._table.set_state(row, RowState.FREE)
         if row not in self._dropped:
@@ -216,9 +216,9 @@ class HostPool:
         if self._others is not None:
             self._others.refresh(now)
 
-    def find(self, key: ObjectKey) -> StoredRow | None:
-        """Where the object is: in our own segment, or in that of another engine as of the last
-        `refresh`. None if the object is not stored. Pin a row of our own before it is read.
+    def find(self, key: EntryKey) -> StoredRow | None:
+        """Where the entry is: in our own segment, or in that of another engine as of the last
+        `refresh`. None if the entry is not stored. Pin a row of our own before it is read.
         """
         row = self._index.get(key)
         if row is None:
@@ -227,8 +227,8 @@ class HostPool:
         checksum = table.checksum(row, key)
         return StoredRow(table.address(row), table.layout.row_bytes, checksum, row, table.pages)
 
-    def __contains__(self, key: ObjectKey) -> bool:
-        """Whether the object was stored at the last `refresh`, by any engine."""
+    def __contains__(self, key: EntryKey) -> bool:
+        """Whether the entry was stored at the last `refresh`, by any engine."""
         return key in self._index or (self._others is not None and key in self._others)
 
     def pin(self, row: int) -> None:
@@ -245,8 +245,8 @@ class HostPool:
             del self._pins[row]
             self._release(row)
 
-    def touch(self, key: ObjectKey) -> None:
-        """Note that an object was used, so that its owner evicts it later."""
+    def touch(self, key: EntryKey) -> None:
+        """Note that an entry was used, so that its owner evicts it later."""
         if key in self._index:
             self._policy.touch(key)
         elif self._others is not None:
@@ -254,8 +254,8 @@ class HostPool:
 
     # -- removing --
 
-    def remove(self, key: ObjectKey) -> None:
-        """Remove an object from our own segment, also while it is being written. Keys that are not
+    def remove(self, key: EntryKey) -> None:
+        """Remove an entry from our own segment, also while it is being written. Keys that are not
         stored are ignored.
         """
         row = self._index.pop(key, None)
@@ -269,7 +269,7 @@ class HostPool:
             self._release(row)
 
     def clear(self) -> None:
-        """Remove all objects from our own segment. No engine finds them from now on. Objects that
+        """Remove all entries from our own segment. No engine finds them from now on. Entries that
         are being written are not published.
         """
         self._table.clear_index()
@@ -282,7 +282,7 @@ class HostPool:
         for row in rows:
             self._release(row)
 
-    def take_evicted(self) -> list[ObjectKey]:
+    def take_evicted(self) -> list[EntryKey]:
         """The keys that were evicted since the last call, in order."""
         evicted, self._evicted = self._evicted, []
         return evicted
@@ -290,7 +290,7 @@ class HostPool:
     def usage(self) -> TierUsage:
         return TierUsage(
             used_bytes=len(self._index) * self.row_bytes,
-            num_objects=len(self._index),
+            num_entries=len(self._index),
             max_bytes=self.num_rows * self.row_bytes,
             num_evicted=self._num_evicted,
         )
@@ -330,11 +330,11 @@ class HostPool:
         self._free = np.flatnonzero(~is_ready)[::-1].tolist()
         table.states[~is_ready] = int(RowState.FREE)
 
-    def _is_pinned(self, key: ObjectKey) -> bool:
+    def _is_pinned(self, key: EntryKey) -> bool:
         row = self._index.get(key)
         return row is None or row in self._pins
 
-    def _end_writing(self, row: int) -> ObjectKey:
+    def _end_writing(self, row: int) -> EntryKey:
         key = self._writing.pop(row, None)
         if key is None:
             raise LocalProtocolError(f"row {row} of the host pool is not being written")
@@ -343,7 +343,7 @@ class HostPool:
         return key
 
     def _release(self, row: int) -> None:
-        """Free a row that holds no object, unless it is pinned or being written."""
+        """Free a row that holds no entry, unless it is pinned or being written."""
         if row in self._dropped and row not in self._pins and row not in self._writing:
             self._dropped.remove(row)
             self._free.append(row)

@@ -1,8 +1,8 @@
-"""Eviction policies: which object leaves a full pool. Pure.
+"""Eviction policies: which entry leaves a full pool. Pure.
 
-`LruPolicy` evicts the object that was used least recently. `ArcPolicy` (Megiddo and Modha, "ARC: a
-self-tuning, low overhead replacement cache", FAST 2003) keeps objects that were used once apart
-from objects that were used again, so that one long prompt that never returns cannot evict a
+`LruPolicy` evicts the entry that was used least recently. `ArcPolicy` (Megiddo and Modha, "ARC: a
+self-tuning, low overhead replacement cache", FAST 2003) keeps entries that were used once apart
+from entries that were used again, so that one long prompt that never returns cannot evict a
 conversation that does.
 
 A policy knows keys only. Its owner tells it what is stored and used, and which keys are pinned: a
@@ -13,9 +13,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
-from kvferry.tiers.base import ObjectKey
+from kvferry.tiers.base import EntryKey
 
-IsPinned = Callable[[ObjectKey], bool]
+IsPinned = Callable[[EntryKey], bool]
 
 
 class Insertion(NamedTuple):
@@ -23,7 +23,7 @@ class Insertion(NamedTuple):
 
     is_inserted: bool
     """False if all keys are pinned; then nothing has changed."""
-    evicted: ObjectKey | None = None
+    evicted: EntryKey | None = None
     """The key that left, if there was no room."""
 
 
@@ -38,15 +38,15 @@ class EvictionPolicy(Protocol):
 
     def __contains__(self, key: object) -> bool: ...
 
-    def insert(self, key: ObjectKey, is_pinned: IsPinned) -> Insertion:
+    def insert(self, key: EntryKey, is_pinned: IsPinned) -> Insertion:
         """Add a key. If there is no room, one key that is not pinned leaves. A key that is held
         already counts as used.
         """
 
-    def touch(self, key: ObjectKey) -> None:
-        """Note that an object was used. Keys that are not held are ignored."""
+    def touch(self, key: EntryKey) -> None:
+        """Note that an entry was used. Keys that are not held are ignored."""
 
-    def remove(self, key: ObjectKey) -> None:
+    def remove(self, key: EntryKey) -> None:
         """Forget a key. Keys that are not held are ignored."""
 
     def clear(self) -> None: ...
@@ -57,7 +57,7 @@ class LruPolicy:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = _checked(capacity)
-        self._keys: OrderedDict[ObjectKey, None] = OrderedDict()
+        self._keys: OrderedDict[EntryKey, None] = OrderedDict()
         """The keys, least recently used first."""
 
     def __len__(self) -> int:
@@ -66,7 +66,7 @@ class LruPolicy:
     def __contains__(self, key: object) -> bool:
         return key in self._keys
 
-    def insert(self, key: ObjectKey, is_pinned: IsPinned) -> Insertion:
+    def insert(self, key: EntryKey, is_pinned: IsPinned) -> Insertion:
         if key in self._keys:
             self.touch(key)
             return Insertion(True)
@@ -79,11 +79,11 @@ class LruPolicy:
         self._keys[key] = None
         return Insertion(True, victim)
 
-    def touch(self, key: ObjectKey) -> None:
+    def touch(self, key: EntryKey) -> None:
         if key in self._keys:
             self._keys.move_to_end(key)
 
-    def remove(self, key: ObjectKey) -> None:
+    def remove(self, key: EntryKey) -> None:
         self._keys.pop(key, None)
 
     def clear(self) -> None:
@@ -94,7 +94,7 @@ class ArcPolicy:
     """Adaptive replacement. The names are those of the paper:
 
         t1, t2   keys that are held: inserted once, and used again since
-        b1, b2   ghosts: keys that have left t1 and t2, without their objects
+        b1, b2   ghosts: keys that have left t1 and t2, without their entries
         target   the size that t1 should have. A key that returns while it is a ghost shows which
                  list was too short: a ghost of b1 raises the target, a ghost of b2 lowers it.
 
@@ -105,10 +105,10 @@ class ArcPolicy:
     def __init__(self, capacity: int) -> None:
         self._capacity = _checked(capacity)
         # All four, least recently used first.
-        self._t1: OrderedDict[ObjectKey, None] = OrderedDict()
-        self._t2: OrderedDict[ObjectKey, None] = OrderedDict()
-        self._b1: OrderedDict[ObjectKey, None] = OrderedDict()
-        self._b2: OrderedDict[ObjectKey, None] = OrderedDict()
+        self._t1: OrderedDict[EntryKey, None] = OrderedDict()
+        self._t2: OrderedDict[EntryKey, None] = OrderedDict()
+        self._b1: OrderedDict[EntryKey, None] = OrderedDict()
+        self._b2: OrderedDict[EntryKey, None] = OrderedDict()
         self._target = 0.0
 
     def __len__(self) -> int:
@@ -121,7 +121,7 @@ class ArcPolicy:
     def target(self) -> float:
         return self._target
 
-    def insert(self, key: ObjectKey, is_pinned: IsPinned) -> Insertion:
+    def insert(self, key: EntryKey, is_pinned: IsPinned) -> Insertion:
         if key in self:
             self.touch(key)
             return Insertion(True)
@@ -147,14 +147,14 @@ class ArcPolicy:
             self._t1[key] = None
         return Insertion(True, victim)
 
-    def touch(self, key: ObjectKey) -> None:
+    def touch(self, key: EntryKey) -> None:
         if key in self._t1:
             del self._t1[key]
             self._t2[key] = None
         elif key in self._t2:
             self._t2.move_to_end(key)
 
-    def remove(self, key: ObjectKey) -> None:
+    def remove(self, key: EntryKey) -> None:
         self._t1.pop(key, None)
         self._t2.pop(key, None)
 
@@ -163,7 +163,7 @@ class ArcPolicy:
             keys.clear()
         self._target = 0.0
 
-    def _target_after(self, key: ObjectKey) -> float:
+    def _target_after(self, key: EntryKey) -> float:
         if key in self._b1:
             step = max(1.0, len(self._b2) / len(self._b1))
             return min(float(self._capacity), self._target + step)
@@ -172,7 +172,7 @@ class ArcPolicy:
             return max(0.0, self._target - step)
         return self._target
 
-    def _victim(self, key: ObjectKey, target: float, is_pinned: IsPinned) -> ObjectKey | None:
+    def _victim(self, key: EntryKey, target: float, is_pinned: IsPinned) -> EntryKey | None:
         size = len(self._t1)
         from_t1 = size > target or (size == target and key in self._b2)
         lists = (self._t1, self._t2) if from_t1 else (self._t2, self._t1)
@@ -189,7 +189,7 @@ class ArcPolicy:
         elif len(self) + len(self._b1) + len(self._b2) >= 2 * self._capacity:
             self._b2.popitem(last=False)
 
-    def _evict(self, victim: ObjectKey | None) -> None:
+    def _evict(self, victim: EntryKey | None) -> None:
         """Make the victim a ghost, if there is one."""
         if victim is None:
             return
@@ -202,7 +202,7 @@ POLICIES: dict[str, type[LruPolicy] | type[ArcPolicy]] = {"lru": LruPolicy, "arc
 """The policies by their names in settings."""
 
 
-def _first_unpinned(keys: Iterable[ObjectKey], is_pinned: IsPinned) -> ObjectKey | None:
+def _first_unpinned(keys: Iterable[EntryKey], is_pinned: IsPinned) -> EntryKey | None:
     return next((key for key in keys if not is_pinned(key)), None)
 
 

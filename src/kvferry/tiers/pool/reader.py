@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvferry.tiers.base import ObjectKey, ObjectKeys
+from kvferry.tiers.base import EntryKey, EntryKeys
 from kvferry.tiers.keys import Namespace
 from kvferry.tiers.pool.segment import Header, SegmentTable
 from kvferry.tiers.pool.segment_files import is_locked, open_for_reading, segment_paths
@@ -21,10 +21,10 @@ LAST_USE = (1 << 32) - 1
 
 @dataclass(frozen=True, slots=True)
 class StoredRow:
-    """Where the bytes of one object are, as of now.
+    """Where the bytes of one entry are, as of now.
 
     The row of another engine can be overwritten at any time, also during a copy. The copy has the
-    object's bytes only if `RowCopier.load` returned exactly `checksum`; otherwise the object is
+    entry's bytes only if `RowCopier.load` returned exactly `checksum`; otherwise the entry is
     missing. The memory stays mapped as long as this object exists.
     """
 
@@ -44,7 +44,7 @@ class _Segment:
     header: Header
     table: SegmentTable
 
-    def find(self, key: ObjectKey) -> StoredRow | None:
+    def find(self, key: EntryKey) -> StoredRow | None:
         table = self.table
         row = table.find_row(key)
         if row is None:
@@ -57,7 +57,7 @@ class _Segment:
             table.address(row), table.layout.row_bytes, checksum, row=None, pages=table.pages
         )
 
-    def note_use(self, key: ObjectKey) -> bool:
+    def note_use(self, key: EntryKey) -> bool:
         """Tell the owner that a row was used, so that it evicts the row later. An increment may be
         lost if two processes make it at once.
         """
@@ -68,7 +68,7 @@ class _Segment:
 
 
 class PoolReader:
-    """The objects of one namespace in all segments on this host that the last `refresh` has seen. A
+    """The entries of one namespace in all segments on this host that the last `refresh` has seen. A
     key that is found may be gone before its bytes are read.
     """
 
@@ -97,15 +97,15 @@ class PoolReader:
             self._next_listing = now + LISTING_INTERVAL_S
             self._list_folder()
 
-    def __contains__(self, key: ObjectKey) -> bool:
+    def __contains__(self, key: EntryKey) -> bool:
         return any(segment.table.find_row(key) is not None for segment in self._segments.values())
 
     def __len__(self) -> int:
-        """The number of rows in all segments; an object that is in two segments counts twice."""
+        """The number of rows in all segments; an entry that is in two segments counts twice."""
         return sum(segment.table.num_ready for segment in self._segments.values())
 
-    def are_stored(self, keys: ObjectKeys) -> bytearray:
-        """1 for each object that is stored, 0 for the others; much faster than one question for
+    def are_stored(self, keys: EntryKeys) -> bytearray:
+        """1 for each entry that is stored, 0 for the others; much faster than one question for
         each.
         """
         found = bytearray(len(keys))
@@ -113,19 +113,19 @@ class PoolReader:
             segment.table.mark_stored(keys, found)
         return found
 
-    def find(self, keys: Iterable[ObjectKey]) -> list[StoredRow | None]:
-        """Where each object is; None if it is not stored."""
+    def find(self, keys: Iterable[EntryKey]) -> list[StoredRow | None]:
+        """Where each entry is; None if it is not stored."""
         return [self.find_one(key) for key in keys]
 
-    def find_one(self, key: ObjectKey) -> StoredRow | None:
+    def find_one(self, key: EntryKey) -> StoredRow | None:
         for segment in self._segments.values():
             found = segment.find(key)
             if found is not None:
                 return found
         return None
 
-    def touch(self, key: ObjectKey) -> None:
-        """Note that an object was used. Keys that are not stored are ignored."""
+    def touch(self, key: EntryKey) -> None:
+        """Note that an entry was used. Keys that are not stored are ignored."""
         for segment in self._segments.values():
             if segment.note_use(key):
                 return
@@ -154,37 +154,29 @@ class SegmentInfo:
     """One segment on this host, for people."""
 
     path: Path
-    namespace: str
-    """The digest of the namespace, in hex."""
-    namespace_text: str
-    row_bytes: int
-    num_rows: int
+    header: Header
     num_objects: int
-    total_bytes: int
-    """The size of the file."""
-    owner_pid: int
     is_live: bool
     """Whether the owner lives."""
     last_store_s: float
-    """When the owner last stored an object, in seconds since 1970; 0 if it never did."""
+    """When the owner last stored an entry, in seconds since 1970; 0 if it never did."""
+
+    @property
+    def namespace(self) -> str:
+        """The digest of the namespace, in hex."""
+        return self.header.namespace.hex()
+
+    @property
+    def total_bytes(self) -> int:
+        """The size of the file."""
+        return self.header.layout.total_bytes
 
 
 def list_segments(folder: Path) -> Iterator[SegmentInfo]:
     """Describe all segments in a folder. Files that are no valid segments are left out."""
     for path in segment_paths(folder):
         opened = open_for_reading(path)
-        if opened is None:
-            continue
-        header, table = opened
-        yield SegmentInfo(
-            path=path,
-            namespace=header.namespace.hex(),
-            namespace_text=header.namespace_text,
-            row_bytes=header.layout.row_bytes,
-            num_rows=header.layout.num_rows,
-            num_objects=table.num_ready,
-            total_bytes=header.layout.total_bytes,
-            owner_pid=header.owner_pid,
-            is_live=is_locked(path),
-            last_store_s=table.last_store_s,
-        )
+        if opened is not None:
+            header, table = opened
+            is_live = is_locked(path)
+            yield SegmentInfo(path, header, table.num_ready, is_live, table.last_store_s)

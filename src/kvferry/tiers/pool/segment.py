@@ -29,7 +29,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.tiers.base import KEY_BYTES, ObjectKey, ObjectKeys
+from kvferry.tiers.base import KEY_BYTES, EntryKey, EntryKeys
 from kvferry.transports.copy.native import native_or
 
 MAGIC = b"KVFROWS\0"
@@ -60,7 +60,7 @@ READY = int(RowState.READY)
 """Comparing an integer with a member of an enum is slow."""
 
 
-def mixed_with_key(checksum: int, key: ObjectKey) -> int:
+def mixed_with_key(checksum: int, key: EntryKey) -> int:
     """Combine a row's checksum with its key, so that an entry whose key and checksum belong to
     different rows does not match. A second call undoes the first.
     """
@@ -202,19 +202,19 @@ class SegmentTable:
     def address(self, row: int) -> int:
         return self.rows_address + row * self._row_stride
 
-    def key(self, row: int) -> ObjectKey:
-        return ObjectKey(bytes(self._keys[KEY_BYTES * row : KEY_BYTES * (row + 1)]))
+    def key(self, row: int) -> EntryKey:
+        return EntryKey(bytes(self._keys[KEY_BYTES * row : KEY_BYTES * (row + 1)]))
 
     def is_ready(self, row: int) -> bool:
         return self._states[row] == READY
 
-    def checksum(self, row: int, key: ObjectKey) -> int:
-        """The checksum of a row that holds the object of this key."""
+    def checksum(self, row: int, key: EntryKey) -> int:
+        """The checksum of a row that holds the entry of this key."""
         return mixed_with_key(self._checks[row], key)
 
     # -- the index --
 
-    def find_row(self, key: ObjectKey) -> int | None:
+    def find_row(self, key: EntryKey) -> int | None:
         """The READY row with this key."""
         for slot in self._bucket(key):
             row = (self._slots[slot] & LOWER_HALF) - 1
@@ -223,19 +223,19 @@ class SegmentTable:
                 return row
         return None
 
-    def mark_stored(self, keys: ObjectKeys, found: bytearray) -> None:
+    def mark_stored(self, keys: EntryKeys, found: bytearray) -> None:
         """Set `found[i]` to 1 if the index has key i. `find_row` may disagree, once in billions of
         keys. Takes some nanoseconds for each key.
         """
         _mark_stored(self._slots, keys.joined, found)
 
-    def add_to_index(self, row: int, key: ObjectKey) -> None:
+    def add_to_index(self, row: int, key: EntryKey) -> None:
         for slot in self._bucket(key):
             if not self._slots[slot]:
                 self._slots[slot] = _slot(row, key)
                 return
 
-    def drop_from_index(self, row: int, key: ObjectKey) -> None:
+    def drop_from_index(self, row: int, key: EntryKey) -> None:
         for slot in self._bucket(key):
             if self._slots[slot] == _slot(row, key):
                 self._slots[slot] = 0
@@ -244,7 +244,7 @@ class SegmentTable:
     def clear_index(self) -> None:
         np.frombuffer(self._slots, np.uint64)[:] = 0
 
-    def _bucket(self, key: ObjectKey) -> range:
+    def _bucket(self, key: EntryKey) -> range:
         """The slots in which the row of a key is looked for."""
         number = int.from_bytes(key[:8], sys.byteorder) % self.layout.num_buckets
         first = number * SLOTS
@@ -262,7 +262,7 @@ class SegmentTable:
     def set_state(self, row: int, state: RowState) -> None:
         self._states[row] = int(state)
 
-    def write_entry(self, row: int, key: ObjectKey, checksum: int, now_s: float) -> None:
+    def write_entry(self, row: int, key: EntryKey, checksum: int, now_s: float) -> None:
         """Fill in a row's entry and make it visible to readers. The index comes last, and in
         `hide_entry` first: if the owner is killed in between, readers do not find the row.
         """
@@ -274,7 +274,7 @@ class SegmentTable:
         self._states[row] = READY
         self.add_to_index(row, key)
 
-    def hide_entry(self, row: int, key: ObjectKey, state: RowState) -> None:
+    def hide_entry(self, row: int, key: EntryKey, state: RowState) -> None:
         """Take a READY row away from readers."""
         self.drop_from_index(row, key)
         self._states[row] = int(state)
@@ -294,7 +294,7 @@ _mark_stored: Callable[[memoryview, bytes, bytearray], None] = native_or(
 )
 
 
-def _slot(row: int, key: ObjectKey) -> int:
+def _slot(row: int, key: EntryKey) -> int:
     """What a slot of the index holds for a row."""
     return int.from_bytes(key[8:16], sys.byteorder) & ~LOWER_HALF | (row + 1)
 

@@ -180,27 +180,20 @@ def read_header(path: Path) -> tuple[Header, float] | None:
     """The header of a segment and the time of its last store, in seconds since 1970; None if the
     file is not a valid segment.
     """
-    with contextlib.suppress(OSError):
-        fd = os.open(path, os.O_RDONLY | OPEN_FLAGS)
-        try:
-            header = _checked_header(fd)
-            last_store = struct.unpack("<d", os.pread(fd, 8, LAST_STORE_AT))[0] if header else 0.0
-        finally:
-            os.close(fd)
-        return (header, last_store) if header is not None else None
+    with contextlib.suppress(OSError), _opened(path) as fd:
+        header = _checked_header(fd)
+        if header is not None:
+            return header, struct.unpack("<d", os.pread(fd, 8, LAST_STORE_AT))[0]
     return None
 
 
 def is_locked(path: Path) -> bool:
     """Whether the owner of a file lives. False if there is no such file."""
-    with contextlib.suppress(OSError):
-        fd = os.open(path, os.O_RDONLY | OPEN_FLAGS)
+    with contextlib.suppress(OSError), _opened(path) as fd:
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
-        finally:
-            os.close(fd)
     return False
 
 
@@ -209,25 +202,17 @@ def remove_unfinished(folder: Path) -> None:
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
             if name.startswith(UNFINISHED):
-                _unlink_unless_locked(folder / name)
+                remove_orphan(folder / name)
 
 
 def remove_orphan(path: Path) -> bool:
-    """Remove a segment without an owner; False if it has one. The kernel frees the space when the
-    last process that reads the segment has unmapped it.
+    """Remove a file without an owner; False if it has one. The kernel frees the space when the last
+    process that reads the segment has unmapped it.
     """
-    return _unlink_unless_locked(path)
-
-
-def _unlink_unless_locked(path: Path) -> bool:
-    with contextlib.suppress(OSError):
-        fd = os.open(path, os.O_RDONLY | OPEN_FLAGS)
-        try:
-            if _lock(fd, path):
-                os.unlink(path)
-                return True
-        finally:
-            os.close(fd)
+    with contextlib.suppress(OSError), _opened(path) as fd:
+        if _lock(fd, path):
+            os.unlink(path)
+            return True
     return False
 
 
@@ -280,15 +265,20 @@ def iter_orphans(folder: Path) -> Iterator[tuple[Path, int]]:
 
 def _size_of_other_version(path: Path) -> int | None:
     """The size of a segment of another version of kvferry; None if the file is something else."""
-    with contextlib.suppress(OSError):
-        fd = os.open(path, os.O_RDONLY | OPEN_FLAGS)
-        try:
-            found = os.fstat(fd)
-            head = os.pread(fd, 12, 0)
-        finally:
-            os.close(fd)
+    with contextlib.suppress(OSError), _opened(path) as fd:
+        found, head = os.fstat(fd), os.pread(fd, 12, 0)
         is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
         if is_ours and len(head) == 12 and head[:8] == MAGIC:
             version = int.from_bytes(head[8:], "little")
             return found.st_size if version != SEGMENT_VERSION else None
     return None
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """Open a file for reading."""
+    fd = os.open(path, os.O_RDONLY | OPEN_FLAGS)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
