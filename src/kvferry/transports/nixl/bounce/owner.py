@@ -19,7 +19,6 @@ transfer only when the previous peer cannot use the slot any more:
 See docs/decisions/037-bounce-buffers.md.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -142,8 +141,7 @@ class SlotServer:
         self._regions = tuple(regions)
         self._reclaim_s = reclaim_s
         self._served: dict[tuple[str, int], _PeerTransfer] = {}
-        self._queue: deque[_PeerTransfer] = deque()
-        self._moving: deque[_PeerTransfer] = deque()
+        """Transfers without a slot are in the order of their requests."""
         self.outgoing = OutgoingMessages()
         self._ticked_at: float | None = None
 
@@ -155,8 +153,8 @@ class SlotServer:
     def can_move(self) -> bool:
         """Whether the next tick certainly has work to do."""
         return any(
-            served.slot_copier is not None and served.slot_copier.has_work(served.advanced)
-            for served in self._moving
+            slot_copier.has_work(served.advanced)
+            for served, slot_copier in self._holders()
             if not served.is_ended
         )
 
@@ -177,13 +175,18 @@ class SlotServer:
             self.outgoing.put(sender, TransferEnded(message.transfer, why))
             return
         served.last_message_at, served.lost_at = now, None
+        if isinstance(message, TransferStopped):
+            self._end(served, "stopped")
+            is_certain = served.ask.is_read or message.is_certain
+            served.reclaim_at = now if is_certain else now + self._reclaim_s
+            return
+        if served.is_ended:
+            return
         try:
             if isinstance(message, SegmentPart):
                 self._take_part(served, message)
-            elif isinstance(message, InitiatorProgress):
-                self._take_advance(served, message)
             else:
-                self._take_stopped(served, message, now)
+                self._take_progress(served, message)
         except RemoteProtocolError as error:
             self._end(served, str(error))
 
@@ -196,19 +199,29 @@ class SlotServer:
     def advance(self, now: float) -> None:
         """Run one tick of bounded work: end stalled writes, reclaim and grant slots, copy."""
         if self._ticked_at is not None and now - self._ticked_at > STALL_S:
-            for served in self._moving:
+            for served, _ in self._holders():
                 if not served.ask.is_read:
                     self._end(served, "the owner stalled, and may have freed the blocks since")
         self._ticked_at = now
-        for served in [
-            each for each in self._served.values() if each.is_reclaimable(now, self._reclaim_s)
-        ]:
-            self._release_slot(served)
+        for served in list(self._served.values()):
+            if served.is_reclaimable(now, self._reclaim_s):
+                self._release(served)
         self._grant(now)
-        budget = self._bounce_buffer.limits.tick_bytes
-        self._moving.rotate(-1)
-        for served in list(self._moving):
-            budget -= self._move(served, now, may_start=budget > 0)
+        budget, holders = self._bounce_buffer.limits.tick_bytes, self._holders()
+        for served, slot_copier in holders:
+            budget -= self._move(served, slot_copier, now, may_start=budget > 0)
+        if len(holders) > 1:  # the next tick starts with another transfer
+            first = holders[0][0]
+            if self._served.pop(first.key, None) is not None:
+                self._served[first.key] = first
+
+    def _holders(self) -> list[tuple[_PeerTransfer, SlotCopier]]:
+        """Return the transfers that have a slot."""
+        return [
+            (each, each.slot_copier)
+            for each in self._served.values()
+            if each.slot_copier is not None
+        ]
 
     def _admit(self, sender: str, ask: SlotRequest, now: float) -> None:
         if len(self._served) >= MAX_SERVED:
@@ -217,21 +230,16 @@ class SlotServer:
             return
         served = _PeerTransfer(sender, ask, now, ask.clock_s)
         self._served[served.key] = served
-        self._queue.append(served)
 
     def _take_part(self, served: _PeerTransfer, part: SegmentPart) -> None:
-        if served.is_ended:
-            return
         num_segments = served.num_segments + part.num_segments
         if part.number != served.num_parts or num_segments > MAX_SEGMENTS:
             raise RemoteProtocolError(
                 f"part {part.number} with {part.num_segments} segments is out of order, "
                 "or has too many segments"
             )
-        if (
-            sum(each.num_segments for each in self._served.values()) + part.num_segments
-            > MAX_QUEUED_SEGMENTS
-        ):
+        num_queued = sum(each.num_segments for each in self._served.values())
+        if num_queued + part.num_segments > MAX_QUEUED_SEGMENTS:
             raise RemoteProtocolError("too many segments are queued at the owner")
         self._append(part, served.stream)
         served.num_parts, served.num_segments = served.num_parts + 1, num_segments
@@ -255,20 +263,16 @@ class SlotServer:
                 )
             stream.append(self._regions[group.region].address, group.segment_bytes, offsets)
 
-    def _take_advance(self, served: _PeerTransfer, message: InitiatorProgress) -> None:
-        if served.is_ended:
-            return
-        slot_copier, read = served.slot_copier, served.ask.is_read
-        # A writer may have moved more bytes than segments are known here. No byte is copied before
-        # the segments have arrived.
-        reach = (
-            0
-            if slot_copier is None
-            else served.reported
-            if read
-            else min(slot_copier.done + slot_copier.slot.size_bytes, served.ask.total_bytes)
-        )
-        if message.upto > max(reach, served.advanced):
+    def _take_progress(self, served: _PeerTransfer, message: InitiatorProgress) -> None:
+        slot_copier, reach = served.slot_copier, served.advanced
+        if slot_copier is not None and served.ask.is_read:
+            reach = max(reach, served.reported)
+        elif slot_copier is not None:
+            # A writer may have moved more bytes than segments are known here. No byte is copied
+            # before the segments have arrived.
+            room = slot_copier.done + slot_copier.slot.size_bytes
+            reach = max(reach, min(room, served.ask.total_bytes))
+        if message.upto > reach:
             raise RemoteProtocolError(f"progress up to byte {message.upto} is not possible yet")
         served.clock_s = message.clock_s
         if slot_copier is None:
@@ -276,64 +280,53 @@ class SlotServer:
         served.must_notify |= message.upto <= served.advanced
         served.advanced = max(served.advanced, message.upto)
 
-    def _take_stopped(self, served: _PeerTransfer, message: TransferStopped, now: float) -> None:
-        self._end(served, "stopped")
-        served.reclaim_at = (
-            now if served.ask.is_read or message.is_certain else now + self._reclaim_s
-        )
-
     def _end(self, served: _PeerTransfer, why: str) -> None:
-        if not served.is_ended:
-            served.is_ended = True
-            # Copies that have started must complete first: TransferEnded means that no byte of the
-            # transfer is touched any more.
-            if served.slot_copier is None:
-                self._queue.remove(served)
-                self._forget(served)
-            if served.slot_copier is None or served.slot_copier.is_idle:
-                self._put(served, TransferEnded(served.ask.transfer, why[:MAX_WHY]))
-            else:
-                served.must_notify = True
+        """Copy nothing more. TransferEnded means that no byte of the transfer is touched any more,
+        so copies that have started must complete first.
+        """
+        if served.is_ended:
+            return
+        served.is_ended = True
+        if served.slot_copier is None:
+            del self._served[served.key]
+        elif not served.slot_copier.is_idle:
+            served.must_notify = True
+            return
+        self._put(served, TransferEnded(served.ask.transfer, why[:MAX_WHY]))
 
     def _grant(self, now: float) -> None:
-        """Allocate slots for queued transfers, in the order of their requests."""
+        """Allocate slots for waiting transfers, in the order of their requests."""
         most, least = fair_slot_bytes(self._table.size_bytes)
-        while self._queue:
-            served = self._queue[0]
-            wanted = min(served.ask.slot_bytes, served.ask.total_bytes, most)
-            slot = self._table.take(wanted, least, served.ask.granularity)
+        waiting = [each for each in self._served.values() if each.slot_copier is None]
+        for served in waiting:
+            ask = served.ask
+            wanted = min(ask.slot_bytes, ask.total_bytes, most)
+            slot = self._table.take(wanted, least, ask.granularity)
             if slot is None:
-                self._refuse_waiting(now)
-                return
-            self._queue.popleft()
+                break
             served.slot_copier = SlotCopier(
                 self._bounce_buffer,
                 served.stream,
                 slot,
-                Direction.GATHER if served.ask.is_read else Direction.SCATTER,
-                served.ask.granularity if slot.size_bytes % served.ask.granularity == 0 else 1,
+                Direction.GATHER if ask.is_read else Direction.SCATTER,
+                ask.granularity if slot.size_bytes % ask.granularity == 0 else 1,
             )
-            self._moving.append(served)
+        else:
+            return
+        # If silent peers hold all slots, the others go directly through NIXL instead of waiting.
+        if all(now > each.last_message_at + SILENCE_TIMEOUT_S for each, _ in self._holders()):
+            for served in waiting:
+                if served.slot_copier is None:
+                    self._end(served, "silent peers hold all slots of the owner")
 
-    def _refuse_waiting(self, now: float) -> None:
-        """Refuse all queued transfers if silent peers hold all slots.
-
-        The refused transfers go directly through NIXL at once instead of waiting.
-        """
-        if all(now > served.last_message_at + SILENCE_TIMEOUT_S for served in self._moving):
-            for served in list(self._queue):
-                self._end(served, "silent peers hold all slots of the owner")
-
-    def _move(self, served: _PeerTransfer, now: float, *, may_start: bool) -> int:
+    def _move(
+        self, served: _PeerTransfer, slot_copier: SlotCopier, now: float, *, may_start: bool
+    ) -> int:
         """Copy up to the limits and report progress; return how many bytes were started."""
-        slot_copier, begun, transfer = served.slot_copier, 0, served.ask.transfer
-        assert slot_copier is not None
+        begun, transfer, total_bytes = 0, served.ask.transfer, served.ask.total_bytes
         try:
-            begun = slot_copier.advance(
-                served.advanced,
-                served.ask.total_bytes,
-                may_start=may_start and not served.is_ended,
-            )
+            may_start = may_start and not served.is_ended
+            begun = slot_copier.advance(served.advanced, total_bytes, may_start=may_start)
         except TransportError as error:
             self._end(served, str(error))
         must_notify = (
@@ -356,23 +349,19 @@ class SlotServer:
         if must_notify or served.has_unreported_progress(slot_copier):
             served.reported, served.must_notify, served.sent_at = slot_copier.done, False, now
             self._put(served, OwnerProgress(transfer, slot_copier.done, served.clock_s))
-        if (served.advanced if served.ask.is_read else slot_copier.done) == served.ask.total_bytes:
-            self._release_slot(served)
+        if (served.advanced if served.ask.is_read else slot_copier.done) == total_bytes:
+            self._release(served)
         return begun
 
     def _put(self, served: _PeerTransfer, message: BounceMessage) -> None:
         self.outgoing.put(served.sender, message)
 
-    def _release_slot(self, served: _PeerTransfer) -> None:
-        if served.slot_copier is None:
-            self._queue.remove(served)
-        elif served.slot_copier.is_idle:
-            self._moving.remove(served)
-            self._table.release(served.slot_copier.slot)
-        else:
+    def _release(self, served: _PeerTransfer) -> None:
+        """Free the slot and forget the transfer; with running copies, a later tick does it."""
+        slot_copier = served.slot_copier
+        if slot_copier is not None and not slot_copier.is_idle:
             served.is_ended = True
-            return  # freed by a later tick, when the running copies are done
-        self._forget(served)
-
-    def _forget(self, served: _PeerTransfer) -> None:
-        self._served.pop(served.key, None)
+            return
+        if slot_copier is not None:
+            self._table.release(slot_copier.slot)
+        del self._served[served.key]
