@@ -16,7 +16,7 @@ MAX_POSTED = 4
 
 
 @dataclass(slots=True, eq=False)
-class NixlTransfer(BatchedTransfer[NixlLink]):
+class NixlTransfer(BatchedTransfer[NixlLink, Descriptors]):
     """A read or write: batches not posted yet, batches in flight, and the bytes moved so far."""
 
     agent: NixlAgent = field(kw_only=True)
