@@ -20,6 +20,7 @@ from kvferry.config.fields import (
     Settings,
     Text,
     Texts,
+    check_choice,
     check_fields,
     nearest,
     refuse_unknown_keys,
@@ -163,10 +164,7 @@ class NixlExtraConfig(ExtraConfig):
         if not self.backends:
             raise ConfigError('backends must name at least one NIXL backend, for example ["UCX"]')
         self._check_transports()
-        if self.push_write not in PUSH_WRITES:
-            raise ConfigError(
-                f"push_write is {shown(self.push_write)}; {nearest(self.push_write, PUSH_WRITES)}"
-            )
+        check_choice("push_write", self.push_write, PUSH_WRITES)
         for peer in self.peers:
             checked_address("peers has", peer, "10.0.0.7:5600")
 
@@ -237,11 +235,7 @@ class MooncakeExtraConfig(NixlExtraConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.mooncake_protocol not in MOONCAKE_PROTOCOLS:
-            raise ConfigError(
-                f"mooncake_protocol is {shown(self.mooncake_protocol)}; "
-                f"{nearest(self.mooncake_protocol, MOONCAKE_PROTOCOLS)}"
-            )
+        check_choice("mooncake_protocol", self.mooncake_protocol, MOONCAKE_PROTOCOLS)
 
     @property
     def needs_shared_cache(self) -> bool:

@@ -127,6 +127,11 @@ def refuse_unknown_keys(keys: Iterable[object], known: Iterable[str], owner: str
             )
 
 
+def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} is {shown(value)}; {nearest(value, choices)}")
+
+
 def nearest(word: str, known: Iterable[str], reference: str = REFERENCE) -> str:
     """The end of an error message about an unknown word: a suggestion, the list of names, or where
     the names are documented.

@@ -17,6 +17,7 @@ from kvferry.config.fields import (
     Natural,
     Seconds,
     Text,
+    check_choice,
     check_fields,
     nearest,
     refuse_unknown_keys,
@@ -63,20 +64,15 @@ class TierConfig(ExtraConfig):
     name: ClassVar[str]
     short_form: ClassVar[str] = ""
     """The field that a bare value sets, as in `{"cpu": "8GiB"}`."""
+    required: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any], connector: str) -> Self:
         refuse_unknown_keys(mapping, [f.name for f in fields(cls)], connector)
-        missing = [
-            f.name for f in fields(cls) if f.name not in mapping and f.name in cls.required()
-        ]
+        missing = [key for key in cls.required if key not in mapping]
         if missing:
             raise ConfigError(f"{missing[0]} is missing; the tier {cls.name} needs it")
         return cls(**mapping)
-
-    @classmethod
-    def required(cls) -> tuple[str, ...]:
-        return ()
 
 
 @dataclass(frozen=True)
@@ -85,15 +81,12 @@ class CpuTierConfig(TierConfig):
 
     name = "cpu"
     short_form = "size"
+    required = ("size",)
 
     size: Size = 0
     """How much host memory this engine adds, over all its ranks."""
     store_after: Count = 1
     """A chunk is stored when requests have needed it this often."""
-
-    @classmethod
-    def required(cls) -> tuple[str, ...]:
-        return ("size",)
 
 
 @dataclass(frozen=True)
@@ -101,6 +94,7 @@ class DiskTierConfig(TierConfig):
     """Settings of the tier `disk`: files in a folder that several engines may share."""
 
     name = "disk"
+    required = ("path", "size")
 
     path: Text = "."
     """The folder. It may be on a network file system."""
@@ -109,16 +103,13 @@ class DiskTierConfig(TierConfig):
     store_after: Count = 1
     """A chunk is stored when requests have needed it this often."""
 
-    @classmethod
-    def required(cls) -> tuple[str, ...]:
-        return ("path", "size")
-
 
 @dataclass(frozen=True)
 class MooncakeTierConfig(TierConfig):
     """Settings of the tier `mooncake`: memory that many hosts lend to one Mooncake Store."""
 
     name = "mooncake"
+    required = ("master",)
 
     master: Text = "-"
     """The address of the process mooncake_master, host:port."""
@@ -145,18 +136,11 @@ class MooncakeTierConfig(TierConfig):
         check_fields(self)
         # Raises if the address is none.
         _ = self.master_address
-        if self.protocol not in MOONCAKE_PROTOCOLS:
-            raise ConfigError(
-                f"protocol is {shown(self.protocol)}; {nearest(self.protocol, MOONCAKE_PROTOCOLS)}"
-            )
+        check_choice("protocol", self.protocol, MOONCAKE_PROTOCOLS)
 
     @property
     def master_address(self) -> Address:
         return checked_address("master is", self.master, "10.0.0.7:50051")
-
-    @classmethod
-    def required(cls) -> tuple[str, ...]:
-        return ("master",)
 
 
 @dataclass(frozen=True)
@@ -166,6 +150,7 @@ class ObjectTierConfig(TierConfig):
     """
 
     name = "object"
+    required = ("bucket",)
 
     bucket: Text = "-"
     """The name of the bucket, which must exist."""
@@ -181,10 +166,6 @@ class ObjectTierConfig(TierConfig):
     """
     store_after: Count = 2
     """A chunk is stored when requests have needed it this often."""
-
-    @classmethod
-    def required(cls) -> tuple[str, ...]:
-        return ("bucket",)
 
 
 TIERS: Mapping[str, type[TierConfig]] = {
@@ -245,11 +226,7 @@ class OffloadingExtraConfig(ExtraConfig):
             raise ConfigError(
                 "block_size and blocks_per_chunk both set the size of a chunk; keep one of them"
             )
-        if self.eviction_policy not in EVICTION_POLICIES:
-            raise ConfigError(
-                f"eviction_policy is {shown(self.eviction_policy)}; "
-                f"{nearest(self.eviction_policy, EVICTION_POLICIES)}"
-            )
+        check_choice("eviction_policy", self.eviction_policy, EVICTION_POLICIES)
         if self.spec_name not in SPECS:
             raise ConfigError(
                 f"spec_name is {shown(self.spec_name)}; only vLLM's own OffloadingConnector loads "

@@ -15,10 +15,9 @@ from kvferry.config.fields import (
     Natural,
     Port,
     Text,
-    nearest,
+    check_choice,
     read_number,
     refuse_unknown_keys,
-    shown,
 )
 from kvferry.errors import ConfigError
 from kvferry.types import Address
@@ -77,8 +76,8 @@ class P2pNcclExtraConfig(NixlExtraConfig):
         super().__post_init__()
         for key, known in (("send_type", SEND_TYPES), ("backend", BACKENDS)):
             value = getattr(self, key)
-            if value is not None and value not in known:
-                raise ConfigError(f"{key} is {shown(value)}; {nearest(value, known)}")
+            if value is not None:
+                check_choice(key, value, known)
         if self.backend is not None and not self.transports:
             object.__setattr__(self, "transports", ("dist",))
         if self.proxy_ip is not None and not self.proxy_port:
