@@ -8,6 +8,7 @@ import re
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import pytest
+from benchmarks.__main__ import TABLE
 
 from kvferry.cli import bench, main
 from kvferry.cli.arguments import NumberOf, Parser
@@ -69,7 +70,7 @@ HOSTILE_VALUES: tuple[object, ...] = (
 KINDS = (Port, Count, Natural, Seconds, Timeout, Share, Number)
 PARSERS = [
     *(main.make_parser(name) for name in main.COMMANDS),
-    *(bench.BENCHMARKS.make_parser(name) for name in bench.BENCHMARKS.entries),
+    *(table.make_parser(name) for table in (bench.BENCHMARKS, TABLE) for name in table.entries),
 ]
 NUMERIC = [
     pytest.param(parser, action, id=f"{parser.prog} {action.option_strings[0]}")
