@@ -3,12 +3,13 @@
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from kvferry.errors import TransportError
 from kvferry.transports.base import Completion
 from kvferry.transports.copy.segments import Descriptors
 from kvferry.transports.linked import BatchedTransfer
-from kvferry.transports.nixl.agent import NixlAgent, NixlLink, Posted, UncertainFailure
+from kvferry.transports.nixl.agent import NixlAgent, NixlLink, UncertainFailure
 from kvferry.types import Region
 
 MAX_POSTED = 4
@@ -28,7 +29,8 @@ class NixlTransfer(BatchedTransfer[NixlLink]):
 
     Fetched in advance, so that the transfer knows when the last batch has been posted.
     """
-    posted: list[Posted] = field(default_factory=list)
+    posted: list[Any] = field(default_factory=list)
+    """NIXL's handles of the batches in flight."""
     stopped_at: float | None = None
     is_exhausted: bool = False
     may_still_write: bool = False
@@ -106,7 +108,7 @@ class NixlTransfer(BatchedTransfer[NixlLink]):
         transfer_s = (self.ended_us - self.began_us) / 1e6
         return replace(BatchedTransfer.completion(self), transfer_s=transfer_s)
 
-    def _forget(self, posted: Posted) -> None:
+    def _forget(self, posted: Any) -> None:
         self.posted.remove(posted)
         self.agent.release(posted)
 
