@@ -25,7 +25,6 @@ from tests.tiers.mooncake_store import (
 )
 
 from kvferry.errors import MissingDependency
-from kvferry.mooncake_process import AgentFailed
 from kvferry.testing.local import ManualClock
 from kvferry.testing.tier_conformance import (
     NAMESPACE,
@@ -40,6 +39,7 @@ from kvferry.tiers.envelope import HEADER_BYTES
 from kvferry.tiers.mooncake.agent import Call, Operation
 from kvferry.tiers.mooncake.agent_process import NUM_LANES, AgentProcess, MooncakePlace
 from kvferry.tiers.mooncake.tier import MooncakeDeadlines, MooncakeTier
+from kvferry.transports.mooncake.process import AgentFailed
 from kvferry.types import Address
 
 pytestmark = pytest.mark.slow

@@ -39,12 +39,12 @@ from kvferry.testing.transport_pairs import (
     SMALL_BLOCKS,
     TransportSide,
 )
-from kvferry.transports.base import Completion, DataTransport, Operation, Segments
+from kvferry.transports.base import Completion, DataTransport, Handle, Operation, Segments
 from kvferry.transports.faulty import FaultyTransport, parse_faults
 from kvferry.transports.memory import MemoryNetwork, MemoryTransport
 from kvferry.transports.tcp import server as tcp_server
 from kvferry.transports.tcp import wire
-from kvferry.transports.write_grants import MAX_GRANT_ID, GrantedBlocks, WriteGrantTable
+from kvferry.transports.write_grants import MAX_GRANT_ID, GrantedBlocks, WriteGrants
 from kvferry.types import Region
 
 CANARY = 77
@@ -314,8 +314,10 @@ def test_a_hundred_thousand_numbers_come_and_go_and_leave_nothing(
 
 
 def test_numbers_and_blocks_that_cannot_be_lent_are_a_bug_of_ours() -> None:
-    table = WriteGrantTable((Region("a", 1000, 10, 10, 4), Region("b", 5000, 10, 10, 8, group=1)))
-    table.grant_writes(1, [[0, 3], [7]])
+    regions = (Region("a", 1000, 10, 10, 4), Region("b", 5000, 10, 10, 8, group=1))
+    ended: list[Completion] = []
+    grants = WriteGrants(regions, ended.append)
+    grants.grant(1, [[0, 3], [7]])
     for grant_id, blocks in (
         (1, []),
         (0, []),
@@ -326,11 +328,26 @@ def test_numbers_and_blocks_that_cannot_be_lent_are_a_bug_of_ours() -> None:
         (2, [[], [8]]),
     ):
         with pytest.raises(LocalProtocolError):
-            table.grant_writes(grant_id, blocks)
-    assert table.get(2) is None
-    table.grant_writes(MAX_GRANT_ID, [[], [], [99]])  # a group without a region here
-    table.remove(1)
-    table.grant_writes(1, [])
+            grants.grant(grant_id, blocks)
+    assert not grants.begin(2)
+    grants.grant(MAX_GRANT_ID, [[], [], [99]])  # a group without a region here
+    assert grants.revoke(1, Handle(5))
+    assert [each.handle for each in ended] == [Handle(5)]
+    grants.grant(1, [])
+
+
+def test_a_revocation_ends_with_the_last_write_under_the_grant() -> None:
+    ended: list[Completion] = []
+    grants = WriteGrants((Region("a", 1000, 10, 10, 4),), ended.append)
+    grants.grant(1, [[0]])
+    assert grants.begin(1)
+    assert grants.begin(1)
+    assert not grants.revoke(1, Handle(5))
+    assert not grants.begin(1), "a write began after the revocation"
+    grants.end(1)
+    assert ended == []
+    grants.end(1)
+    assert [(each.handle, each.ok) for each in ended] == [(Handle(5), True)]
 
 
 @given(

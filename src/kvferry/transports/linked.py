@@ -25,7 +25,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -108,19 +108,31 @@ class LinkedTransfer(Generic[LinkT]):
         )
 
 
+class Batch(Protocol):
+    """Segments that one request moves."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def total_bytes(self) -> int: ...
+
+
+BatchT = TypeVar("BatchT", bound=Batch)
+
+
 @dataclass(slots=True, eq=False)
-class BatchedTransfer(LinkedTransfer[LinkT]):
-    """A transfer in batches of descriptors, which are computed when they are taken."""
+class BatchedTransfer(LinkedTransfer[LinkT], Generic[LinkT, BatchT]):
+    """A transfer in batches, each of which is computed when it is taken."""
 
-    batches: Iterator[Descriptors] = field(kw_only=True)
+    batches: Iterator[BatchT] = field(kw_only=True)
 
-    def next_batch(self) -> Descriptors | None:
+    def next_batch(self) -> BatchT | None:
         began = time.perf_counter()
         batch = next(self.batches, None)
         self.post_s += time.perf_counter() - began
         return batch
 
-    def count(self, batch: Descriptors) -> None:
+    def count(self, batch: BatchT) -> None:
         self.total_bytes += batch.total_bytes
         self.segments += len(batch)
 
@@ -285,7 +297,9 @@ class LinkedTransport(ABC, Generic[AnyLinkT, TransferT]):
         return Handle(self._last_handle)
 
     def _is_usable(self, link: AnyLinkT) -> bool:
-        """Whether a peer can still be reached; drops the link if not."""
+        """Whether a link is in use and its peer can still be reached; drops the link if not."""
+        if self._links.get(link.peer) is not link:
+            return False
         problem = link.problem()
         if problem is not None:
             self._drop(link, problem)

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
+from kvferry.errors import LocalProtocolError, TransportError
+from kvferry.transports.base import TransportOffer
+
 RDMA_DEVICES = Path("/sys/class/infiniband")
 """The directory in which the kernel lists InfiniBand, RoCE, EFA and iWARP devices."""
 SHARED_MEMORY_TRANSPORTS = frozenset({"all", "sm", "shm", "cma", "knem", "xpmem"})
@@ -126,6 +129,25 @@ def start_ticks(pid: int) -> int | None:
     except OSError:
         return None
     return None if fields[PROC_STATE] in (b"Z", b"X") else int(fields[PROC_START_TICKS])
+
+
+def own_start_ticks(transport: str) -> int:
+    """When this process was started, for an offer to processes of this host."""
+    ticks = start_ticks(os.getpid())
+    if ticks is None:
+        raise LocalProtocolError(
+            f"/proc does not show this process, so its cache cannot be offered over {transport}; "
+            "mount /proc"
+        )
+    return ticks
+
+
+def check_same_host(peer: object, offer: TransportOffer) -> None:
+    if offer.reach != host_identity():
+        raise TransportError(
+            f"the {offer.transport} offer of {peer} is from another host, user or container; use "
+            "another transport"
+        )
 
 
 def process_ended(peer: object) -> str:

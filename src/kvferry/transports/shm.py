@@ -19,7 +19,7 @@ from collections.abc import Iterable
 import msgspec
 import numpy as np
 
-from kvferry.errors import ConfigError, LocalProtocolError, TransportError
+from kvferry.errors import ConfigError, TransportError
 from kvferry.host_memory import available_bytes, check_fits
 from kvferry.transports.base import Operation, TransportOffer
 from kvferry.transports.copy.gather import Copier
@@ -28,9 +28,10 @@ from kvferry.transports.copying import CopyingTransport
 from kvferry.transports.linked import LINK_CHECK_S, Link, check_offered, decoded_offer
 from kvferry.transports.locality import (
     ProcessIncarnation,
+    check_same_host,
     host_identity,
+    own_start_ticks,
     process_ended,
-    start_ticks,
 )
 from kvferry.types import MemoryKind, PeerId, Region
 
@@ -162,16 +163,11 @@ class ShmTransport(CopyingTransport["_ShmLink"]):
 
     def offer(self) -> TransportOffer:
         self._check_open()
-        ticks, file = start_ticks(os.getpid()), os.fstat(self._memory.fd)
-        if ticks is None:
-            raise LocalProtocolError(
-                "/proc does not show this process, so its cache cannot be offered over shm; mount "
-                "/proc"
-            )
+        file = os.fstat(self._memory.fd)
         memory = self._memory
         offer = _ShmOffer(
             os.getpid(),
-            ticks,
+            own_start_ticks(self.name),
             memory.fd,
             file.st_dev,
             file.st_ino,
@@ -289,15 +285,10 @@ class _ShmLink(Link):
 
 def _decoded(peer: PeerId, offer: TransportOffer) -> _ShmOffer:
     decoded = decoded_offer(peer, offer, _ShmOffer)
+    check_same_host(peer, offer)
     numbers = (decoded.pid, decoded.fd, decoded.address, decoded.size_bytes)
-    if (
-        offer.reach != host_identity()
-        or min(numbers) < 0
-        or max(decoded.pid, decoded.fd) > MAX_INT
-        or max(numbers) > MAX_ADDRESS
-    ):
+    if min(numbers) < 0 or max(decoded.pid, decoded.fd) > MAX_INT or max(numbers) > MAX_ADDRESS:
         raise TransportError(
-            f"the shm offer of {peer} is from another host, user or container; use another "
-            "transport"
+            f"the shm offer of {peer} does not describe shared memory; drop this peer"
         )
     return decoded

@@ -1,13 +1,10 @@
-"""Write grants: which blocks peers may write now, by grant id.
-
-`WriteGrantTable` is pure. `WriteGrants` is the table of one transport, which any thread may use.
-"""
+"""Write grants: which blocks peers may write now, by grant id."""
 
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -86,31 +83,34 @@ class GrantedBlocks:
         return starts[is_first], ends[is_last]
 
 
-@dataclass(slots=True)
-class WriteGrantTable:
-    """The active write grants over some regions."""
+class WriteGrants:
+    """The active write grants over some regions, and how many writes are being received under each.
+    Any thread may make any call.
+    """
 
-    regions: tuple[Region, ...]
-    _granted: dict[int, GrantedBlocks] = field(default_factory=dict, init=False)
-    _num_blocks: dict[int, int] = field(default_factory=dict, init=False)
-    """Number of blocks by group: the blocks that every region of the group has."""
-
-    def __post_init__(self) -> None:
-        for region in self.regions:
+    def __init__(self, regions: tuple[Region, ...], ended: Callable[[Completion], None]) -> None:
+        """`ended` is called once for each revocation, when no write can land under it any more."""
+        self._regions = regions
+        self._num_blocks: dict[int, int] = {}
+        """Number of blocks by group: the blocks that every region of the group has."""
+        for region in regions:
             self._num_blocks[region.group] = min(
                 region.num_blocks, self._num_blocks.get(region.group, region.num_blocks)
             )
+        self._ended = ended
+        self._lock = threading.Lock()
+        """Guards the collections below."""
+        self._granted: dict[int, GrantedBlocks] = {}
+        self._num_received: Counter[int] = Counter()
+        """Number of writes that are being received, by grant id."""
+        self._waiting: dict[int, list[Handle]] = defaultdict(list)
+        """Revocations that wait for these writes, by grant id."""
 
-    def grant_writes(self, grant_id: int, blocks: Sequence[Sequence[int]]) -> None:
+    def grant(self, grant_id: int, blocks: Sequence[Sequence[int]]) -> None:
         """Activate a grant. LocalProtocolError, with nothing changed, if the grant id is 0 or
         active already, or if a block id does not exist.
         """
         check_grant_id(grant_id)
-        if not grant_id or grant_id in self._granted:
-            raise LocalProtocolError(
-                f"write grant {grant_id} cannot be activated: "
-                f"{'0 means no grant' if not grant_id else 'it is active already'}"
-            )
         ids = tuple(tuple(group) for group in blocks)
         for group, num_blocks in self._num_blocks.items():
             asked = ids[group] if group < len(ids) else ()
@@ -119,40 +119,20 @@ class WriteGrantTable:
                     f"blocks {min(asked)} to {max(asked)} of group {group} cannot be "
                     f"granted; the group has {num_blocks} blocks"
                 )
-        self._granted[grant_id] = GrantedBlocks(self.regions, ids)
-
-    def get(self, grant_id: int) -> GrantedBlocks | None:
-        return self._granted.get(grant_id)
-
-    def remove(self, grant_id: int) -> None:
-        self._granted.pop(grant_id, None)
-
-
-class WriteGrants:
-    """The write grants of one transport, and how many writes are being received under each. Any
-    thread may make any call.
-    """
-
-    def __init__(self, regions: tuple[Region, ...], ended: Callable[[Completion], None]) -> None:
-        """`ended` is called once for each revocation, when no write can land under it any more."""
-        self._ended = ended
-        self._lock = threading.Lock()
-        self._granted = WriteGrantTable(regions)
-        self._num_received: Counter[int] = Counter()
-        """Number of writes that are being received, by grant id."""
-        self._waiting: dict[int, list[Handle]] = defaultdict(list)
-        """Revocations that wait for these writes, by grant id."""
-
-    def grant(self, grant_id: int, blocks: Sequence[Sequence[int]]) -> None:
         with self._lock:
-            self._granted.grant_writes(grant_id, blocks)
+            if not grant_id or grant_id in self._granted:
+                raise LocalProtocolError(
+                    f"write grant {grant_id} cannot be activated: "
+                    f"{'0 means no grant' if not grant_id else 'it is active already'}"
+                )
+            self._granted[grant_id] = GrantedBlocks(self._regions, ids)
 
     def revoke(self, grant_id: int, handle: Handle) -> bool:
         """Revoke a grant. Returns whether the revocation has ended; otherwise it ends with the last
         write that is being received under the grant.
         """
         with self._lock:
-            self._granted.remove(grant_id)
+            self._granted.pop(grant_id, None)
             if self._num_received[grant_id]:
                 self._waiting[grant_id].append(handle)
                 return False
@@ -172,7 +152,7 @@ class WriteGrants:
         active; if it is, the caller calls `end` afterwards.
         """
         with self._lock:
-            is_active = self._granted.get(grant_id) is not None
+            is_active = grant_id in self._granted
             if is_active:
                 self._num_received[grant_id] += 1
         return is_active

@@ -2,8 +2,8 @@
 
     python -m kvferry.tiers.mooncake.agent FILES SETTINGS
 
-The tier starts it and talks to it by *lanes*: a channel of `mooncake_process.py`, and memory that
-both processes map. The main thread connects to the master.
+The tier starts it and talks to it by *lanes*: a channel (`transports/mooncake/process.py`), and
+memory that both processes map. The main thread connects to the master.
 
 This is the only module of the tier that imports mooncake.
 """
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvferry.mooncake_process import AgentWork, run_agent
+from kvferry.transports.mooncake.process import AgentWork, run_agent
 from kvferry.types import Address
 
 if TYPE_CHECKING:

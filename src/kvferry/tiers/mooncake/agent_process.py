@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from kvferry.mooncake_process import MALFORMED, AgentFailed, CallChannel, MooncakeProcess
 from kvferry.tiers.mooncake.agent import AgentSettings, Call
+from kvferry.transports.mooncake.process import MALFORMED, AgentFailed, CallChannel, MooncakeProcess
 from kvferry.types import Address
 
 NUM_LANES = 8

@@ -17,7 +17,6 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvferry.mooncake_process import AgentFailed
 from kvferry.tiers.backoff import StorageFailed, StorageHealth, StorageNotAsked
 from kvferry.tiers.base import (
     LoadOutcome,
@@ -31,6 +30,7 @@ from kvferry.tiers.envelope import HEADER_BYTES, Envelope, Refusal
 from kvferry.tiers.keys import Namespace
 from kvferry.tiers.mooncake.agent import Call, Operation
 from kvferry.tiers.mooncake.agent_process import AgentProcess, Lane, MooncakePlace
+from kvferry.transports.mooncake.process import AgentFailed
 
 TOLERATED_FAILURES = 2
 MAX_NAMES = 512

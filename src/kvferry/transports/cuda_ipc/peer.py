@@ -11,7 +11,7 @@ from kvferry.errors import TransportError
 from kvferry.transports.base import TransportOffer
 from kvferry.transports.cuda_ipc import driver as cuda_driver
 from kvferry.transports.linked import Link, decoded_offer
-from kvferry.transports.locality import ProcessIncarnation, host_identity, process_ended
+from kvferry.transports.locality import ProcessIncarnation, check_same_host, process_ended
 from kvferry.types import PeerId, Region
 
 MAX_ALLOCATIONS = 4096
@@ -119,11 +119,7 @@ def decode_offer(peer: PeerId, offer: TransportOffer) -> CudaOffer:
         raise TransportError(
             f"the cuda_ipc offer of {peer} does not describe device memory; drop this peer"
         )
-    if offer.reach != host_identity():
-        raise TransportError(
-            f"the cuda_ipc offer of {peer} is from another host, user or container; use another "
-            "transport"
-        )
+    check_same_host(peer, offer)
     return decoded
 
 

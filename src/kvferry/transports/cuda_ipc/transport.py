@@ -27,18 +27,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvferry.errors import LocalProtocolError, TransportError
+from kvferry.errors import TransportError
 from kvferry.sleep import SHORT_SLEEP_S
-from kvferry.transports.base import (
-    Completion,
-    Handle,
-    Operation,
-    Segments,
-    TransportOffer,
-    memory_not_registered,
-)
+from kvferry.transports.base import Completion, Handle, Operation, Segments, TransportOffer
 from kvferry.transports.copy.gather import AddressCopies, Timing
-from kvferry.transports.copy.segments import check_segment_fields, check_segments
+from kvferry.transports.copy.segments import check_segment_fields
 from kvferry.transports.copy.table import FIRST_ROWS, group_by_offsets, is_one_launch, split_by_tick
 from kvferry.transports.cuda_ipc import driver as cuda_driver
 from kvferry.transports.cuda_ipc.peer import (
@@ -48,7 +41,7 @@ from kvferry.transports.cuda_ipc.peer import (
     decode_offer,
 )
 from kvferry.transports.linked import LINK_CHECK_S, LinkedTransfer, LinkedTransport
-from kvferry.transports.locality import host_identity, start_ticks
+from kvferry.transports.locality import host_identity, own_start_ticks
 from kvferry.types import MemoryKind, PeerId, Region
 
 if TYPE_CHECKING:
@@ -59,12 +52,9 @@ class CudaTransfer(LinkedTransfer[PeerMemory]):
     """One transfer by our own kernels: segments as addresses, launched step by step."""
 
     def __init__(
-        self,
-        handle: Handle,
-        link: PeerMemory,
-        operation: Operation,
-        copies: Sequence[AddressCopies],
+        self, handle: Handle, link: PeerMemory, operation: Operation, copies: list[AddressCopies]
     ) -> None:
+        # A launch that fails says nothing about the peer.
         super().__init__(handle, link, operation, keeps_link=True)
         self._copies = copies
         self._launches = split_by_tick(copies)
@@ -98,7 +88,7 @@ class CudaTransfer(LinkedTransfer[PeerMemory]):
         self.post_s += time.perf_counter() - began
 
     def stop(self, why: str) -> None:
-        """Launch no further kernels. Only the first reason is kept."""
+        """Launch no further kernels."""
         self._next = None
         super().stop(why)
 
@@ -113,12 +103,12 @@ class CudaTransfer(LinkedTransfer[PeerMemory]):
             return True
 
     def completion(self) -> Completion:
-        done = super().completion()
-        if self.error or not self._jobs or self._jobs[0].timespan is None:
-            return done
+        is_timed = self.error is None and self._jobs and self._jobs[0].timespan is not None
+        return replace(super().completion(), device_s=self._device_s() if is_timed else None)
+
+    def _device_s(self) -> float | None:
         times = (job.device_s(self._jobs[0]) for job in self._jobs)
-        device_s = max((seconds for seconds in times if seconds is not None), default=None)
-        return replace(done, device_s=device_s)
+        return max((seconds for seconds in times if seconds is not None), default=None)
 
 
 # -- transport --
@@ -154,7 +144,7 @@ class CudaIpcTransport(LinkedTransport[PeerMemory, CudaTransfer]):
         self._addresses: list[int] = []
         self._sizes: list[int] = []
         self._device: CudaDevice | None = None
-        self._offer: CudaOffer | None = None
+        self._offer: CudaOffer
         self._moved_at = 0.0
         """When a kernel was last launched or a transfer last ended."""
 
@@ -180,13 +170,14 @@ class CudaIpcTransport(LinkedTransport[PeerMemory, CudaTransfer]):
             )
             return False
         self._device = device
-        self._addresses = [region.address for region in regions]
-        self._sizes = [region.size_bytes for region in regions]
+        self._addresses, self._sizes = (
+            [region.address for region in regions],
+            [region.size_bytes for region in regions],
+        )
         return True
 
     def offer(self) -> TransportOffer:
-        if self._offer is None:
-            raise memory_not_registered(self.name)
+        self._check_open()
         return TransportOffer(self.name, host_identity(), msgspec.msgpack.encode(self._offer))
 
     def _connect(
@@ -199,45 +190,22 @@ class CudaIpcTransport(LinkedTransport[PeerMemory, CudaTransfer]):
                 f"{peer} is this process itself, whose memory cannot be opened again; "
                 "drop this peer"
             )
-        self.disconnect(peer)  # its memory may be the same, which is not opened twice
-        reaches_others = device.copier.reaches_other_gpus
-        return PeerMemory(peer, regions, decoded, device.number, reaches_others)
-
-    def _disconnect(self, link: PeerMemory, why: str) -> None:
-        """Close the peer's memory once no kernel touches it.
-
-        Running kernels end within moments, whatever the peer does.
-        """
-        touching = [transfer for transfer in self._transfers.values() if transfer.link is link]
-        for transfer in touching:
-            transfer.stop(why)
-        device = self._entered()
-        if touching:
-            device.wait()
-        try:
-            link.close()
-        except TransportError as error:
-            _log.warning("memory of a peer cannot be closed peer=%s reason=%s", link.peer, error)
+        # Memory of the same allocation is not opened twice at a time.
+        self.disconnect(peer)
+        return PeerMemory(peer, regions, decoded, device.number, device.copier.reaches_other_gpus)
 
     def _progress(self) -> None:
         if not self._transfers:
             return
         launched = self._launch_next()
         others = [each for each in self._transfers.values() if each is not launched]
-        if launched is None and self._is_moving():
+        if launched is None and self._is_moving(time.monotonic()):
             self._watch()
-        ended = [transfer for transfer in others if transfer.has_ended()]
-        if not ended:
-            return
-        for link in {transfer.link for transfer in ended}:
-            # Bytes read from a process that has died may be wrong.
-            self._is_usable(link)
-        self._moved_at = time.monotonic()
-        self._ended.extend(transfer.completion() for transfer in ended)
+        self._end_finished(others)
 
     def poll_interval_s(self) -> float | None:
         if self._transfers:
-            return 0.0 if self._is_moving() else SHORT_SLEEP_S
+            return 0.0 if self._is_moving(time.monotonic()) else SHORT_SLEEP_S
         return super().poll_interval_s()
 
     def set_timing(self, timing: Timing) -> None:
@@ -247,19 +215,20 @@ class CudaIpcTransport(LinkedTransport[PeerMemory, CudaTransfer]):
         self._entered().copier.timing = timing
 
     def _close(self) -> None:
-        """Wait for running kernels, which may touch memory that is freed next."""
-        if self._device is not None:
-            self._device.close()
-            self._device = None
+        """Waits for running kernels, which may touch memory that is freed next."""
+        device, self._device = self._device, None
+        if device is not None:
+            device.close()
 
     def _entered(self) -> "CudaDevice":
         """Return the device, with the device's context current in the calling thread."""
-        if self._device is None:
-            raise memory_not_registered(self.name)
+        self._check_open()
+        assert self._device is not None
         self._device.work()
         return self._device
 
     def _check_segments(self, segments: Sequence[Segments], link: PeerMemory) -> None:
+        """Check all but the offsets, which are checked when they are written into the table."""
         check_segment_fields(segments, self._regions, link.regions, link.peer)
 
     def _post(
@@ -273,19 +242,19 @@ class CudaIpcTransport(LinkedTransport[PeerMemory, CudaTransfer]):
             and not copier.is_full
             and not any(each.is_launching for each in self._transfers.values())
         )
-        # Offsets are checked when written into the table. A small transfer is checked completely
-        # before any byte moves. For a large transfer a complete check would take as long as moving
-        # a good part of the bytes, so the offsets are checked launch by launch.
+        # A small transfer is checked completely before any byte moves. For a large transfer a
+        # complete check would take as long as moving a good part of the bytes, so the offsets are
+        # checked launch by launch.
         if sum(part.num_rows for part in copies) <= FIRST_ROWS and not (
             is_next and transfer.is_one_launch
         ):
-            check_segments(segments, self._regions, link.regions, link.peer)
+            super()._check_segments(segments, link)
         # A transfer with one launch is checked by the launch, before anything moves. If the launch
         # failed, the check below raises the precise error.
         if is_next:
             self._launch(transfer, copier)
             if transfer.error is not None:
-                check_segments(segments, self._regions, link.regions, link.peer)
+                super()._check_segments(segments, link)
         return transfer
 
     def _copies(
@@ -313,9 +282,7 @@ class CudaIpcTransport(LinkedTransport[PeerMemory, CudaTransfer]):
         if not any(transfer.is_launching for transfer in self._transfers.values()):
             return None
         copier = self._entered().copier
-        if copier.is_full:
-            return None
-        transfer = self._next_in_turn(lambda each: each.is_launching)
+        transfer = None if copier.is_full else self._next_in_turn(lambda each: each.is_launching)
         until = time.monotonic() + LAUNCH_S
         while (
             transfer is not None
@@ -340,22 +307,42 @@ class CudaIpcTransport(LinkedTransport[PeerMemory, CudaTransfer]):
         except RuntimeError:  # the device has failed; each transfer detects the failure itself
             return
 
-    def _is_moving(self) -> bool:
+    def _is_moving(self, now: float) -> bool:
         """Whether kernels end as soon as expected.
 
         If not, the engine's work keeps the device busy, and polling without pause is useless.
         """
-        return time.monotonic() < self._moved_at + BUSY_S
+        return now < self._moved_at + BUSY_S
+
+    def _end_finished(self, transfers: Sequence[CudaTransfer]) -> None:
+        ended = [transfer for transfer in transfers if transfer.has_ended()]
+        if not ended:
+            return
+        for memory in {transfer.link for transfer in ended}:
+            # Bytes read from a process that has died may be wrong.
+            self._is_usable(memory)
+        self._moved_at = time.monotonic()
+        self._ended.extend(transfer.completion() for transfer in ended)
+
+    def _disconnect(self, link: PeerMemory, why: str) -> None:
+        """Close the peer's memory once no kernel touches it.
+
+        Running kernels end within moments, whatever the peer does.
+        """
+        device = self._entered()
+        stopped = [each for each in self._transfers.values() if each.link is link]
+        for transfer in stopped:
+            transfer.stop(why)
+        if stopped:
+            device.wait()
+        try:
+            link.close()
+        except TransportError as error:
+            _log.warning("memory of a peer cannot be closed peer=%s reason=%s", link.peer, error)
 
 
 def _own_offer(regions: Sequence[Region], device: int) -> CudaOffer:
     """Return our offer, which contains every allocation with a region once."""
-    ticks = start_ticks(os.getpid())
-    if ticks is None:
-        raise LocalProtocolError(
-            "/proc does not show this process, so its cache cannot be offered over cuda_ipc; "
-            "mount /proc"
-        )
     allocations: dict[int, OfferedAllocation] = {}
     for region in regions:
         found = cuda_driver.allocation_of(region.address)
@@ -364,4 +351,9 @@ def _own_offer(regions: Sequence[Region], device: int) -> CudaOffer:
         if found.address not in allocations:
             handle = cuda_driver.export_handle(found)
             allocations[found.address] = OfferedAllocation(handle, found.address, found.size_bytes)
-    return CudaOffer(os.getpid(), ticks, cuda_driver.uuid_of(device), list(allocations.values()))
+    return CudaOffer(
+        os.getpid(),
+        own_start_ticks("cuda_ipc"),
+        cuda_driver.uuid_of(device),
+        list(allocations.values()),
+    )

@@ -2,7 +2,7 @@
 
     python -m kvferry.transports.mooncake.agent FILES SETTINGS
 
-It maps the KV cache of the engine that has started it (`mooncake_process.py`), and
+It maps the KV cache of the engine that has started it (`process.py`), and
 
 - lets peers read the cache. Over tcp it is mapped without permission to write, so nothing that
   arrives at Mooncake's ports can change KV.
@@ -35,7 +35,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.mooncake_process import AgentWork, run_agent
+from kvferry.transports.mooncake.process import AgentWork, run_agent
 
 if TYPE_CHECKING:
     from mooncake.engine import TransferEngine

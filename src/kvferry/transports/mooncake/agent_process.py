@@ -9,8 +9,8 @@ import time
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from kvferry.mooncake_process import ENDED, AgentFailed, CallChannel, MooncakeProcess
 from kvferry.transports.mooncake.agent import AgentSettings, ReadCall
+from kvferry.transports.mooncake.process import ENDED, AgentFailed, CallChannel, MooncakeProcess
 
 RESTART_S = 1.0
 """The shortest time between two starts."""

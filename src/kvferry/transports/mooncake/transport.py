@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvferry.errors import ConfigError, TransportError
-from kvferry.mooncake_process import ENDED
 from kvferry.transports.base import Operation, Segments, TransportOffer
 from kvferry.transports.copy.segments import MAX_ADDRESS, Descriptors
 from kvferry.transports.linked import (
@@ -34,6 +33,7 @@ from kvferry.transports.linked import (
 )
 from kvferry.transports.mooncake.agent import GREETING_BYTES, Greeting, ReadCall
 from kvferry.transports.mooncake.agent_process import AgentProcess, MooncakeSettings
+from kvferry.transports.mooncake.process import ENDED
 from kvferry.transports.shm import SharedMemory
 from kvferry.types import Address, PeerId, Region
 

@@ -1,14 +1,14 @@
 """Transfers over NIXL, and the agents that they are posted on. Owned by the transport's thread."""
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvferry.errors import TransportError
 from kvferry.transports.base import Completion
 from kvferry.transports.copy.segments import Descriptors
-from kvferry.transports.linked import BatchedTransfer
+from kvferry.transports.linked import LinkedTransfer
 from kvferry.transports.nixl.agent import NixlAgent, NixlLink, UncertainFailure
 from kvferry.types import Region
 
@@ -17,9 +17,11 @@ MAX_POSTED = 4
 
 
 @dataclass(slots=True, eq=False)
-class NixlTransfer(BatchedTransfer[NixlLink]):
+class NixlTransfer(LinkedTransfer[NixlLink]):
     """A read or write: batches not posted yet, batches in flight, and the bytes moved so far."""
 
+    batches: Iterator[Descriptors] = field(kw_only=True)
+    """Computed when they are posted, not when the transfer starts."""
     agent: NixlAgent = field(kw_only=True)
     """The agent on which all batches are posted."""
     keeps_link: bool = True
@@ -106,7 +108,7 @@ class NixlTransfer(BatchedTransfer[NixlLink]):
 
     def completion(self) -> Completion:
         transfer_s = (self.ended_us - self.began_us) / 1e6
-        return replace(BatchedTransfer.completion(self), transfer_s=transfer_s)
+        return replace(LinkedTransfer.completion(self), transfer_s=transfer_s)
 
     def _forget(self, posted: Any) -> None:
         self.posted.remove(posted)

@@ -13,13 +13,14 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from kvferry.errors import RemoteProtocolError, TransportError
-from kvferry.transports.base import Completion, Handle, Operation
+from kvferry.transports.base import Completion, Operation
+from kvferry.transports.linked import BatchedTransfer, Link
 from kvferry.transports.tcp import wire
 from kvferry.transports.tcp.loop import (
     ConnectionHandler,
@@ -29,7 +30,6 @@ from kvferry.transports.tcp.loop import (
     TcpConnection,
     tune,
 )
-from kvferry.types import PeerId
 
 MAX_CONNECTIONS = 4
 """Most connections to one peer; further transfers wait in a queue."""
@@ -53,58 +53,21 @@ class TcpBatch:
     rows: wire.Rows
     views: list[memoryview]
 
+    def __len__(self) -> int:
+        return len(self.rows)
+
     @property
     def total_bytes(self) -> int:
         return int(self.rows[:, 1].sum())
 
 
 @dataclass(slots=True, eq=False)
-class TcpTransfer:
-    """One read or write. Its batches are computed one by one, when they are requested."""
+class TcpLink(Link):
+    """One peer, and the connections to it."""
 
-    handle: Handle
-    link: "TcpLink"
-    operation: Operation
-    batches: Iterator[TcpBatch]
-    started: float
-    grant_id: int = 0
-    is_not_granted: bool = False
-    """The peer has refused only the grant id of this write; the peer stays connected."""
-    post_s: float = 0.0
-    total_bytes: int = 0
-    segments: int = 0
-
-    def next_batch(self) -> TcpBatch | None:
-        began = time.perf_counter()
-        batch = next(self.batches, None)
-        self.post_s += time.perf_counter() - began
-        return batch
-
-    def add_batch(self, batch: TcpBatch) -> None:
-        self.total_bytes += batch.total_bytes
-        self.segments += len(batch.rows)
-
-    def completion(self, error: str | None) -> Completion:
-        return Completion(
-            self.handle,
-            error,
-            self.total_bytes,
-            self.segments,
-            self.post_s,
-            time.perf_counter() - self.started,
-        )
-
-
-@dataclass(slots=True, eq=False)
-class TcpLink:
-    """One peer, as described by one offer. A second `connect` replaces the link, never changes
-    it.
-    """
-
-    peer: PeerId
     offer: wire.TcpOffer
     connections: list["_ClientConnection"] = field(default_factory=list)
-    waiting: deque[TcpTransfer] = field(default_factory=deque)
+    waiting: deque["TcpTransfer"] = field(default_factory=deque)
     addresses: deque[SocketAddress] = field(default_factory=deque)
     """Addresses of the peer's host, next address to dial first; empty until the name is
     resolved.
@@ -113,6 +76,9 @@ class TcpLink:
     """Number of dials that have failed since the last successful dial."""
     drop_reason: str = ""
     """Why the link is no longer used; empty while the link is in use."""
+
+
+TcpTransfer = BatchedTransfer[TcpLink, TcpBatch]
 
 
 class Dialler:
@@ -140,18 +106,19 @@ class Dialler:
 
     def start(self, transfer: TcpTransfer) -> None:
         if transfer.link.drop_reason:
-            self._ended(transfer.completion(transfer.link.drop_reason))
+            self.end(transfer, transfer.link.drop_reason)
             return
         transfer.link.waiting.append(transfer)
         self._assign(transfer.link)
 
-    def cancel(self, link: TcpLink, handle: Handle) -> None:
-        for transfer in [each for each in link.waiting if each.handle == handle]:
+    def stop(self, transfer: TcpTransfer, why: str) -> None:
+        link = transfer.link
+        if transfer in link.waiting:
             link.waiting.remove(transfer)
-            self._ended(transfer.completion("cancelled"))
+            self.end(transfer, why)
         for connection in list(link.connections):
-            if connection.transfer is not None and connection.transfer.handle == handle:
-                self._loop.drop(connection, "cancelled")
+            if connection.transfer is transfer:
+                self._loop.drop(connection, why)
 
     def drop(self, link: TcpLink, why: str) -> None:
         link.drop_reason = link.drop_reason or why
@@ -159,14 +126,15 @@ class Dialler:
             self._loop.drop(connection, why)
         self._fail_waiting(link, why)
 
-    def transfer_ended(self, transfer: TcpTransfer, error: str | None) -> None:
-        self._ended(transfer.completion(error))
+    def end(self, transfer: TcpTransfer, error: str | None) -> None:
+        transfer.error = error
+        self._ended(transfer.completion())
 
     def closed(self, connection: "_ClientConnection", why: str) -> None:
         link = connection.link
         link.connections.remove(connection)
         if connection.transfer is not None:
-            self._ended(connection.transfer.completion(why))
+            self.end(connection.transfer, why)
         elif not connection.is_ready:
             link.addresses.rotate(-1)
             link.failed_dials += 1
@@ -238,7 +206,7 @@ class Dialler:
 
     def _fail_waiting(self, link: TcpLink, why: str) -> None:
         while link.waiting:
-            self._ended(link.waiting.popleft().completion(why))
+            self.end(link.waiting.popleft(), why)
 
 
 class _ClientConnection(TcpConnection):
@@ -276,7 +244,7 @@ class _ClientConnection(TcpConnection):
             if text:
                 yield IoVector([memoryview(text)])
                 if self.transfer is not None and self.transfer.operation is Operation.WRITE:
-                    self.transfer.is_not_granted = wire.is_not_granted(bytes(reply))
+                    self.transfer.keeps_link = wire.is_not_granted(bytes(reply))
                 raise TransportError(
                     f"{self.link.peer} refused a transfer: {text.decode(errors='replace')}"
                 )
@@ -320,7 +288,7 @@ class _ClientConnection(TcpConnection):
         if self.transfer.operation is Operation.READ:
             yield IoVector(batch.views)
         self._posted.popleft()
-        self.transfer.add_batch(batch)
+        self.transfer.count(batch)
         self._post()
 
     def _post(self) -> None:
@@ -341,7 +309,7 @@ class _ClientConnection(TcpConnection):
                 return
             else:
                 self.transfer = self.link.waiting.popleft() if self.link.waiting else None
-                self._dialler.transfer_ended(transfer, None)
+                self._dialler.end(transfer, None)
 
 
 def numeric_addresses(offer: wire.TcpOffer) -> list[SocketAddress]:

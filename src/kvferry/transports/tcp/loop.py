@@ -17,13 +17,14 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 
-from kvferry.errors import KVFerryError
+from kvferry.errors import ConfigError, KVFerryError
 
 MAX_VIEWS = 1024
 """Most buffers that one system call takes (IOV_MAX)."""
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 10, 5, 3
 RESET = struct.pack("ii", 1, 0)
 """Value of SO_LINGER that makes `close` reset the connection."""
+BACKLOG = 512
 UNACKNOWLEDGED_S = 25
 """Seconds until a connection fails if the peer's host acknowledges no data; same as keep-alive
 (10 s + 3 x 5 s). The kernel's default is about a quarter of an hour.
@@ -133,6 +134,33 @@ def tune(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_COUNT)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_S * 1000)
+
+
+def listening_on(host: str, advertised_host: str, transport: str) -> socket.socket:
+    """Open a listening socket. A wildcard listens on IPv4 and IPv6 if the advertised address is an
+    IPv6 address.
+    """
+    if host in ("", "*"):
+        host = "::" if ":" in advertised_host else "0.0.0.0"
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            if host == "::":
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            listener.bind(address)
+            listener.listen(BACKLOG)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise ConfigError(
+            f"the {transport} transport cannot listen on {host} ({error}); name an address of this "
+            "host"
+        ) from error
+    return listener
 
 
 # -- connections and the loop --

@@ -1,21 +1,21 @@
 """The listening side of the `tcp` transport: serves peers' requests and enforces write grants.
 
-The owner of the transport grants and revokes writes; the loop's thread admits writes, and only that
-thread receives bytes. If bytes are being received under a grant id when it is revoked, the
-revocation completes once the loop's thread has rejected the connections concerned.
+The loop's thread owns this part, and only that thread receives bytes. A peer that does not prove
+within seconds that it knows the offer's token is disconnected. A request of an authenticated peer
+must lie in registered memory, and a write must lie in granted blocks. If bytes are being received
+under a grant when the owner of the transport revokes it, the connections concerned are rejected;
+then the revocation is complete.
 """
 
 import secrets
 import socket
-import threading
 import time
-from collections.abc import Callable, Generator, Sequence
-from functools import partial
+from collections.abc import Generator
 
 import numpy as np
 
 from kvferry.errors import RemoteProtocolError
-from kvferry.transports.base import Completion, Handle, Operation
+from kvferry.transports.base import Operation
 from kvferry.transports.copy.gather import AddressedMemory
 from kvferry.transports.tcp import wire
 from kvferry.transports.tcp.loop import (
@@ -26,88 +26,7 @@ from kvferry.transports.tcp.loop import (
     TcpConnection,
     tune,
 )
-from kvferry.transports.tcp.wire import Rows
-from kvferry.transports.write_grants import WriteGrantTable, grant_not_active, write_outside_grant
-from kvferry.types import Region
-
-
-class WriterConnection(TcpConnection):
-    """A connection on which a peer writes into our memory."""
-
-    def reject(self, why: str) -> None:
-        """Send the reason to the peer and discard every further byte from the peer."""
-        raise NotImplementedError
-
-
-class TcpWriteGrants:
-    """The active write grants, and the connections that are receiving under each of them."""
-
-    def __init__(
-        self, loop: SocketLoop, regions: tuple[Region, ...], ended: Callable[[Completion], None]
-    ) -> None:
-        """`ended` receives the completions of revocations; either thread may call it."""
-        self._loop = loop
-        self._ended = ended
-        self._lock = threading.Lock()
-        """Guards `_granted` and `_receiving`, which both threads use."""
-        self._granted = WriteGrantTable(regions)
-        self._receiving: dict[WriterConnection, int] = {}
-
-    def grant_writes(self, grant_id: int, blocks: Sequence[Sequence[int]]) -> None:
-        with self._lock:
-            self._granted.grant_writes(grant_id, blocks)
-
-    def revoke_writes(self, grant_id: int, handle: Handle) -> None:
-        with self._lock:
-            self._granted.remove(grant_id)
-            is_received = grant_id in self._receiving.values()
-        if is_received:
-            self._loop.call(partial(self._reject_writers, grant_id, handle))
-        else:
-            # Nothing is being received, and `admit` refuses from now on: the revocation is done.
-            self._ended(_completion(handle))
-
-    # -- on the loop's thread --
-
-    def admit(self, writer: WriterConnection, grant_id: int, rows: Rows) -> str:
-        """Return why a write must be refused. If empty, the write is admitted: it counts as being
-        received from now on until `release`.
-        """
-        with self._lock:
-            granted = self._granted.get(grant_id)
-        if granted is not None and not granted.covers(rows[:, 0], rows[:, 1]):
-            return write_outside_grant(grant_id)
-        # `covers` ran without the lock, so the owner may have revoked the grant meanwhile.
-        with self._lock:
-            if granted is None or self._granted.get(grant_id) is not granted:
-                return grant_not_active(grant_id)
-            self._receiving[writer] = grant_id
-        return ""
-
-    def release(self, writer: WriterConnection) -> None:
-        """The write on this connection is complete, or the connection is closed."""
-        with self._lock:
-            self._receiving.pop(writer, None)
-
-    def _reject_writers(self, grant_id: int, handle: Handle) -> None:
-        with self._lock:
-            writers = [writer for writer, under in self._receiving.items() if under == grant_id]
-        for writer in writers:
-            writer.reject(grant_not_active(grant_id))
-            self.release(writer)
-            self._loop.update(writer)
-        self._ended(_completion(handle))
-
-
-def _completion(handle: Handle) -> Completion:
-    return Completion(handle, None, 0, 0, 0.0, 0.0)
-
-
-# -- server --
-# The loop's thread owns this part. A peer that does not prove within seconds that it knows the
-# offer's token is disconnected. A request of an authenticated peer must lie in registered memory,
-# and a write must lie in granted blocks.
-
+from kvferry.transports.write_grants import WriteGrants, grant_not_active
 
 MAX_CONNECTIONS = 4096
 MAX_UNAUTHENTICATED = 256
@@ -137,13 +56,15 @@ class TcpServer:
         token: bytes,
         ranges: wire.Ranges,
         memory: AddressedMemory,
-        write_grants: TcpWriteGrants,
+        write_grants: WriteGrants,
     ) -> None:
         self._loop = loop
         self._token = token
         self._ranges = ranges
         self._memory = memory
-        self.write_grants = write_grants
+        self._write_grants = write_grants
+        self._writers: dict[_ServerConnection, int] = {}
+        """The connections on which a write is being received, with its grant id."""
         self.sink = memoryview(bytearray(SINK_BYTES))
         """Receives the discarded bytes of all rejected writers; never read."""
         self._known: set[_ServerConnection] = set()
@@ -177,7 +98,7 @@ class TcpServer:
     def forget(self, served: "_ServerConnection") -> None:
         self._unauthenticated.pop(served, None)
         self._known.discard(served)
-        self.write_grants.release(served)
+        self.written(served)
 
     def views(self, rows: wire.Rows, total_bytes: int) -> list[memoryview]:
         """Return views of a request's segments. RemoteProtocolError unless all of them lie in
@@ -186,8 +107,31 @@ class TcpServer:
         self._ranges.check(rows, total_bytes)
         return self._memory.views(rows[:, 0].tolist(), rows[:, 1].tolist())
 
+    def admit(self, served: "_ServerConnection", grant_id: int, rows: wire.Rows) -> str:
+        """Return why a write must be refused. If empty, the write is admitted: it counts as being
+        received from now on until `written`.
+        """
+        why = self._write_grants.refusal(grant_id, rows[:, 0], rows[:, 1])
+        if not why and not self._write_grants.begin(grant_id):
+            why = grant_not_active(grant_id)  # revoked since the line above
+        if not why:
+            self._writers[served] = grant_id
+        return why
 
-class _ServerConnection(WriterConnection):
+    def written(self, served: "_ServerConnection") -> None:
+        """The write on this connection is complete, rejected, or the connection is closed."""
+        grant_id = self._writers.pop(served, None)
+        if grant_id is not None:
+            self._write_grants.end(grant_id)
+
+    def reject_writers(self, grant_id: int) -> None:
+        for writer in [each for each, under in self._writers.items() if under == grant_id]:
+            writer.reject(grant_not_active(grant_id))
+            self.written(writer)
+            self._loop.update(writer)
+
+
+class _ServerConnection(TcpConnection):
     """One dialling peer and its requests."""
 
     def __init__(self, stream: SocketStream, server: TcpServer, token: bytes) -> None:
@@ -220,6 +164,7 @@ class _ServerConnection(WriterConnection):
             yield from self._reject_all(why)
 
     def reject(self, why: str) -> None:
+        """Send the reason to the peer and discard every further byte from the peer."""
         self.switch_handler(self._reject_all(why))
 
     def may_receive(self) -> bool:
@@ -257,11 +202,11 @@ class _ServerConnection(WriterConnection):
         views = self._server.views(rows, request.total_bytes)
         if request.operation is Operation.READ:
             self.stream.send(wire.pack_reply(), *views)
-        elif why := self._server.write_grants.admit(self, request.grant_id, rows):
+        elif why := self._server.admit(self, request.grant_id, rows):
             return why
         else:
             yield IoVector(views)
-            self._server.write_grants.release(self)
+            self._server.written(self)
             self.stream.send(wire.pack_reply())
         self._is_amid_request = False
         return ""

@@ -27,15 +27,17 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.errors import RemoteProtocolError
-from kvferry.transports.base import Operation
+from kvferry.errors import RemoteProtocolError, TransportError
+from kvferry.transports.base import Operation, TransportOffer
 from kvferry.transports.copy.segments import MAX_ADDRESS, merged_ranges
-from kvferry.types import Region
+from kvferry.transports.linked import decoded_offer
+from kvferry.types import PeerId, Region
 
 MAGIC = b"kvferry\x02"
 NONCE_BYTES, TOKEN_BYTES, PROOF_BYTES = 16, 32, 32
@@ -76,6 +78,20 @@ class TcpOffer(msgspec.Struct, frozen=True, array_like=True):
     host: str
     port: int
     token: bytes
+
+
+OfferT = TypeVar("OfferT", bound=TcpOffer)
+
+
+def checked_offer(peer: PeerId, offer: TransportOffer, content: type[OfferT]) -> OfferT:
+    """The content of a peer's offer. TransportError unless it can be dialled."""
+    decoded = decoded_offer(peer, offer, content)
+    if not decoded.host or not 0 < decoded.port < 1 << 16 or len(decoded.token) != TOKEN_BYTES:
+        raise TransportError(
+            f"the {offer.transport} offer of {peer} names no address that can be dialled; drop "
+            "this peer"
+        )
+    return decoded
 
 
 @dataclass(frozen=True, slots=True)

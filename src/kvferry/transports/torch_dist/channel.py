@@ -14,7 +14,6 @@ import struct
 import time
 from collections.abc import Iterator
 
-import msgspec
 from blake3 import blake3
 
 from kvferry.errors import RemoteProtocolError, TransportError
@@ -32,61 +31,52 @@ MAX_FRAME_BYTES = 65536
 _FRAME = struct.Struct("<II")
 
 
-class DistOffer(msgspec.Struct, frozen=True, array_like=True):
-    """Where a transport listens, and the token that a dialler must prove to know."""
-
-    host: str
-    port: int
-    token: bytes
+class DistOffer(wire.TcpOffer, frozen=True, array_like=True):
     nccl_device: str = ""
     """Identity of the GPU that holds the cache; empty if the side can only use gloo."""
 
 
 class Channel:
-    """One connection after both sides have proved that they know the token."""
+    """One connection. Each message must be sent or arrive within a time: TransportError if not.
+    `dial` and `accept` return when both sides have proved that they know the token.
+    """
 
     def __init__(self, connection: socket.socket, key: bytes) -> None:
         self._socket = connection
         self._key = key
+        self._timeout_s = STALL_TIMEOUT_S
         self._num_tags = 0
 
     @classmethod
-    def dial(cls, offer: DistOffer) -> "Channel":
+    def dial(cls, offer: wire.TcpOffer) -> "Channel":
         """OSError if the peer cannot be reached, RemoteProtocolError if it is not the peer."""
-        connection = socket.create_connection((offer.host, offer.port), PROOF_TIMEOUT_S)
-        try:
-            tune(connection)
-            deadline = time.monotonic() + PROOF_TIMEOUT_S
+        channel = cls(socket.create_connection((offer.host, offer.port), PROOF_TIMEOUT_S), b"")
+        with channel._authenticating():
             nonce = secrets.token_bytes(wire.NONCE_BYTES)
-            greeting = _receive(connection, wire.GREETING_BYTES, deadline)
-            nonces = wire.nonce_in(greeting) + nonce
-            proof = wire.prove(offer.token, wire.HandshakeRole.DIALLER, nonces)
-            _send(connection, nonce + proof, deadline)
-            answer = _receive(connection, wire.PROOF_BYTES, deadline)
+            nonces = wire.nonce_in(channel.receive(wire.GREETING_BYTES)) + nonce
+            channel.send(nonce, wire.prove(offer.token, wire.HandshakeRole.DIALLER, nonces))
+            answer = channel.receive(wire.PROOF_BYTES)
             if not wire.is_proof(answer, offer.token, wire.HandshakeRole.PRODUCER, nonces):
                 raise RemoteProtocolError(
                     f"the process at {offer.host}:{offer.port} does not know the token of its offer"
                 )
-        except BaseException:
-            connection.close()
-            raise
-        return cls(connection, _tag_key(offer.token, nonces))
+            channel._key = _tag_key(offer.token, nonces)
+        return channel
 
     @classmethod
     def accept(cls, connection: socket.socket, token: bytes) -> "Channel":
-        """OSError or RemoteProtocolError if the client does not authenticate in time. The caller
-        closes the connection.
-        """
-        tune(connection)
-        deadline = time.monotonic() + PROOF_TIMEOUT_S
-        nonce = secrets.token_bytes(wire.NONCE_BYTES)
-        _send(connection, wire.greeting(nonce), deadline)
-        answer = _receive(connection, wire.NONCE_BYTES + wire.PROOF_BYTES, deadline)
-        nonces = nonce + answer[: wire.NONCE_BYTES]
-        if not wire.is_proof(answer[wire.NONCE_BYTES :], token, wire.HandshakeRole.DIALLER, nonces):
-            raise RemoteProtocolError("the client does not know this transport's token")
-        _send(connection, wire.prove(token, wire.HandshakeRole.PRODUCER, nonces), deadline)
-        return cls(connection, _tag_key(token, nonces))
+        """OSError or RemoteProtocolError if the client does not authenticate in time."""
+        channel = cls(connection, b"")
+        with channel._authenticating():
+            nonce = secrets.token_bytes(wire.NONCE_BYTES)
+            channel.send(wire.greeting(nonce))
+            answer = channel.receive(wire.NONCE_BYTES + wire.PROOF_BYTES)
+            nonces, proof = nonce + answer[: wire.NONCE_BYTES], answer[wire.NONCE_BYTES :]
+            if not wire.is_proof(proof, token, wire.HandshakeRole.DIALLER, nonces):
+                raise RemoteProtocolError("the client does not know this transport's token")
+            channel.send(wire.prove(token, wire.HandshakeRole.PRODUCER, nonces))
+            channel._key = _tag_key(token, nonces)
+        return channel
 
     @property
     def local_host(self) -> str:
@@ -94,10 +84,20 @@ class Channel:
         return str(self._socket.getsockname()[0]).removeprefix("::ffff:")
 
     def send(self, *parts: bytes | memoryview) -> None:
-        _send(self._socket, b"".join(parts), time.monotonic() + STALL_TIMEOUT_S)
+        with self._waiting(time.monotonic() + self._timeout_s):
+            self._socket.sendall(b"".join(parts))
 
     def receive(self, size: int) -> bytes:
-        return _receive(self._socket, size, time.monotonic() + STALL_TIMEOUT_S)
+        deadline = time.monotonic() + self._timeout_s
+        received = bytearray(size)
+        view = memoryview(received)
+        while view:
+            with self._waiting(deadline):
+                moved = self._socket.recv_into(view)
+            if not moved:
+                raise ConnectionError("the other side has closed the connection")
+            view = view[moved:]
+        return bytes(received)
 
     def receive_next(self, size: int) -> bytes | None:
         """Wait without a deadline for the peer's next request; None if the peer has closed the
@@ -145,36 +145,30 @@ class Channel:
         self.shut()
         self._socket.close()
 
+    @contextlib.contextmanager
+    def _authenticating(self) -> Iterator[None]:
+        """Give each message less time than later ones; close the channel if a proof fails."""
+        try:
+            tune(self._socket)
+            self._timeout_s = PROOF_TIMEOUT_S
+            yield
+            self._timeout_s = STALL_TIMEOUT_S
+        except BaseException:
+            self.close()
+            raise
+
+    @contextlib.contextmanager
+    def _waiting(self, deadline: float) -> Iterator[None]:
+        """Bound the one call inside the block. TransportError if it does not return in time."""
+        left_s = deadline - time.monotonic()
+        try:
+            if left_s <= 0:
+                raise TimeoutError
+            self._socket.settimeout(left_s)
+            yield
+        except TimeoutError:
+            raise TransportError("the other side was silent for too long") from None
+
 
 def _tag_key(token: bytes, nonces: bytes) -> bytes:
     return hmac.digest(token, b"tags" + nonces, hashlib.sha256)
-
-
-def _send(connection: socket.socket, data: bytes, deadline: float) -> None:
-    with _deadline(connection, deadline):
-        connection.sendall(data)
-
-
-def _receive(connection: socket.socket, size: int, deadline: float) -> bytes:
-    received = bytearray(size)
-    view = memoryview(received)
-    while view:
-        with _deadline(connection, deadline):
-            moved = connection.recv_into(view)
-        if not moved:
-            raise ConnectionError("the other side has closed the connection")
-        view = view[moved:]
-    return bytes(received)
-
-
-@contextlib.contextmanager
-def _deadline(connection: socket.socket, deadline: float) -> Iterator[None]:
-    """Bound the one call inside the block. TransportError if it does not return in time."""
-    left_s = deadline - time.monotonic()
-    try:
-        if left_s <= 0:
-            raise TimeoutError
-        connection.settimeout(left_s)
-        yield
-    except TimeoutError:
-        raise TransportError("the other side was silent for too long") from None

@@ -15,57 +15,37 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvferry.errors import KVFerryError
-from kvferry.transports.base import Completion, Handle, Operation
+from kvferry.transports.base import Completion, Operation
 from kvferry.transports.copy.segments import Descriptors
+from kvferry.transports.linked import BatchedTransfer, Link
 from kvferry.transports.tcp import wire
 from kvferry.transports.torch_dist.channel import Channel, DistOffer
 from kvferry.transports.torch_dist.group import Backend, Member, PairGroup
 from kvferry.transports.torch_dist.staging import StagingPool
-from kvferry.types import PeerId
+from kvferry.types import PeerId, Region
 
 
 @dataclass(slots=True, eq=False)
-class DistTransfer:
+class DistTransfer(BatchedTransfer["DistLink", Descriptors]):
     """One read or write. The owner of the transport may end it at any time, without waiting; the
     link's thread touches local memory only within `copying`.
     """
 
-    handle: Handle
-    peer: PeerId
-    operation: Operation
-    grant_id: int
-    batches: Iterator[Descriptors]
-    report: Callable[[Completion], None]
-    started: float = field(default_factory=time.perf_counter)
+    report: Callable[[Completion], None] = field(kw_only=True)
     is_ended: bool = False
     """No further copy starts. The end is reported once no copy is active."""
-    is_not_granted: bool = False
-    """The peer has refused only the grant id of this write; the peer stays connected."""
-    post_s: float = 0.0
-    total_bytes: int = 0
-    segments: int = 0
-    _error: str | None = None
     _is_copying: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def next_batch(self) -> Descriptors | None:
-        """None if no batch is left, or the transfer has ended."""
-        if self.is_ended:
-            return None
-        began = time.perf_counter()
-        batch = next(self.batches, None)
-        self.post_s += time.perf_counter() - began
-        return batch
 
     def end(self, error: str | None) -> None:
         """Report the end, once; if a copy is active, the copying thread reports it afterwards."""
         with self._lock:
             if self.is_ended:
                 return
-            self.is_ended, self._error = True, error
+            self.is_ended, self.error = True, error
             if self._is_copying:
                 return
-        self._report_end()
+        self.report(self.completion())
 
     @contextmanager
     def copying(self) -> Iterator[bool]:
@@ -81,24 +61,22 @@ class DistTransfer:
                 self._is_copying = False
                 has_ended_meanwhile = may_copy and self.is_ended
             if has_ended_meanwhile:
-                self._report_end()
-
-    def _report_end(self) -> None:
-        elapsed_s = time.perf_counter() - self.started
-        self.report(
-            Completion(
-                self.handle, self._error, self.total_bytes, self.segments, self.post_s, elapsed_s
-            )
-        )
+                self.report(self.completion())
 
 
-class PeerLink:
-    """One peer, as described by one offer, and the thread that moves bytes with it."""
+class DistLink(Link):
+    """One peer, and the thread that moves bytes with it."""
 
     def __init__(
-        self, peer: PeerId, offer: DistOffer, backend: Backend, pool: StagingPool, num_channels: int
+        self,
+        peer: PeerId,
+        regions: tuple[Region, ...],
+        offer: DistOffer,
+        backend: Backend,
+        pool: StagingPool,
+        num_channels: int,
     ) -> None:
-        self.peer = peer
+        super().__init__(peer, regions)
         self._offer = offer
         self._backend = backend
         self._pool = pool
@@ -168,7 +146,8 @@ class PeerLink:
             while (transfer := self._next()) is not None:
                 self._move_batch(transfer, channel, group)
                 if transfer.is_ended:
-                    self._remove(transfer)
+                    with self._changed:
+                        self._transfers.remove(transfer)
         finally:
             with self._changed:
                 self._channel = None
@@ -185,12 +164,8 @@ class PeerLink:
             self._transfers.rotate(-1)
             return self._transfers[-1]
 
-    def _remove(self, transfer: DistTransfer) -> None:
-        with self._changed:
-            self._transfers.remove(transfer)
-
     def _move_batch(self, transfer: DistTransfer, channel: Channel, group: PairGroup) -> None:
-        batch = transfer.next_batch()
+        batch = None if transfer.is_ended else transfer.next_batch()
         if batch is None:
             transfer.end(None)
             return
@@ -217,10 +192,9 @@ class PeerLink:
                     staging.send(channel, group, batch.total_bytes)
                     why = channel.receive_reply()
                 if why:
-                    transfer.is_not_granted = True
+                    transfer.keeps_link = True
                     transfer.end(f"{self.peer} refused a transfer: {why}")
-        transfer.total_bytes += batch.total_bytes
-        transfer.segments += len(batch)
+        transfer.count(batch)
 
 
 def _request(transfer: DistTransfer, batch: Descriptors) -> tuple[bytes, bytes]:

@@ -11,20 +11,16 @@ import logging
 import socket
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 
 import numpy as np
 
 from kvferry.errors import KVFerryError, RemoteProtocolError
-from kvferry.transports.base import Completion, Handle, Operation
+from kvferry.transports.base import Operation
 from kvferry.transports.tcp import wire
 from kvferry.transports.torch_dist.channel import Channel
 from kvferry.transports.torch_dist.group import Backend, Member, PairGroup
 from kvferry.transports.torch_dist.staging import StagingPool
-from kvferry.transports.write_grants import WriteGrantTable, grant_not_active, write_outside_grant
-from kvferry.types import Region
+from kvferry.transports.write_grants import WriteGrants, grant_not_active
 
 MAX_PEERS = 256
 MAX_UNAUTHENTICATED = 64
@@ -33,65 +29,6 @@ MAX_UNAUTHENTICATED = 64
 ACCEPT_PAUSE_S = 0.5
 
 _log = logging.getLogger(__name__)
-
-
-class StagedWriteGrants:
-    """The active write grants, and the writes that are being copied to the cache under each."""
-
-    def __init__(self, regions: tuple[Region, ...], report: Callable[[Completion], None]) -> None:
-        """`report` receives the completions of revocations; any thread may call it."""
-        self._report = report
-        self._lock = threading.Lock()
-        self._granted = WriteGrantTable(regions)
-        self._landing: dict[int, int] = defaultdict(int)
-        """Number of writes that are being copied to the cache, by grant id."""
-        self._revoked: dict[int, list[Handle]] = defaultdict(list)
-        """Revocations that wait for such a write, by grant id."""
-
-    def grant_writes(self, grant_id: int, blocks: Sequence[Sequence[int]]) -> None:
-        with self._lock:
-            self._granted.grant_writes(grant_id, blocks)
-
-    def revoke_writes(self, grant_id: int, handle: Handle) -> None:
-        with self._lock:
-            self._granted.remove(grant_id)
-            if grant_id in self._landing:
-                self._revoked[grant_id].append(handle)
-                return
-        self._report(_revoked(handle))
-
-    def refusal(self, grant_id: int, rows: wire.Rows) -> str:
-        """Why a write must be refused; empty if it is granted."""
-        with self._lock:
-            granted = self._granted.get(grant_id)
-        if granted is None:
-            return grant_not_active(grant_id)
-        return "" if granted.covers(rows[:, 0], rows[:, 1]) else write_outside_grant(grant_id)
-
-    @contextmanager
-    def landing(self, grant_id: int) -> Iterator[bool]:
-        """Hold back the end of the grant while a write is copied to the cache. Yields whether the
-        grant is still active.
-        """
-        with self._lock:
-            is_active = self._granted.get(grant_id) is not None
-            if is_active:
-                self._landing[grant_id] += 1
-        try:
-            yield is_active
-        finally:
-            if is_active:
-                self._landed(grant_id)
-
-    def _landed(self, grant_id: int) -> None:
-        with self._lock:
-            self._landing[grant_id] -= 1
-            if self._landing[grant_id]:
-                return
-            del self._landing[grant_id]
-            handles = self._revoked.pop(grant_id, [])
-        for handle in handles:
-            self._report(_revoked(handle))
 
 
 class DistServer:
@@ -103,18 +40,18 @@ class DistServer:
         token: bytes,
         ranges: wire.Ranges,
         pool: StagingPool,
-        write_grants: StagedWriteGrants,
+        write_grants: WriteGrants,
         num_channels: int,
     ) -> None:
         self._listener = listener
         self._token = token
         self._ranges = ranges
         self._pool = pool
-        self.write_grants = write_grants
+        self._write_grants = write_grants
         self._num_channels = num_channels
         self._lock = threading.Lock()
         """Guards the collections of connections below, and `_is_closing`."""
-        self._threads: dict[threading.Thread, socket.socket] = {}
+        self._threads: dict[socket.socket, threading.Thread] = {}
         self._unauthenticated: dict[socket.socket, None] = {}
         """In the order of their arrival."""
         self._authenticated: set[socket.socket] = set()
@@ -132,14 +69,14 @@ class DistServer:
         """
         with self._lock:
             self._is_closing = True
-            threads = dict(self._threads)
-        _shut(self._listener)
-        for connection in threads.values():
-            _shut(connection)
-        for thread in (self._accepting, *threads):
+            connections = dict(self._threads)
+        for each in (self._listener, *connections):
+            _shut(each)
+        threads = (self._accepting, *connections.values())
+        for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         self._listener.close()
-        return not any(thread.is_alive() for thread in (self._accepting, *threads))
+        return not any(thread.is_alive() for thread in threads)
 
     # -- on the thread that listens --
 
@@ -171,12 +108,12 @@ class DistServer:
                 del self._unauthenticated[oldest]
                 _shut(oldest)
             self._unauthenticated[connection] = None
-            self._threads[thread] = connection
+            self._threads[connection] = thread
         try:
             thread.start()
         except RuntimeError as error:
             _log.warning("dist transport cannot serve a connection (%s)", error)
-            self._forget(thread, connection)
+            self._forget(connection)
 
     # -- on the thread of one peer --
 
@@ -188,7 +125,7 @@ class DistServer:
         except Exception:  # top of the thread: whatever a peer has sent, other peers are served
             _log.exception("dist transport: an internal error has ended the thread of a peer")
         finally:
-            self._forget(threading.current_thread(), connection)
+            self._forget(connection)
 
     def _serve_peer(self, connection: socket.socket) -> None:
         channel = Channel.accept(connection, self._token)
@@ -217,29 +154,25 @@ class DistServer:
                 channel.send(wire.pack_reply())
                 staging.send(channel, group, request.total_bytes)
             return
-        why = self.write_grants.refusal(request.grant_id, rows)
+        why = self._write_grants.refusal(request.grant_id, rows[:, 0], rows[:, 1])
         if not why:
             with self._pool.buffer() as staging:
                 channel.send(wire.pack_reply())
                 staging.receive(channel, group, request.total_bytes)
-                with self.write_grants.landing(request.grant_id) as is_active:
+                with self._write_grants.receiving(request.grant_id) as is_active:
                     if is_active:
                         staging.scatter(rows[:, 0], rows[:, 1])
                     else:
                         why = grant_not_active(request.grant_id)
         channel.send(wire.pack_reply(why, wire.ReplyStatus.NOT_GRANTED))
 
-    def _forget(self, thread: threading.Thread, connection: socket.socket) -> None:
+    def _forget(self, connection: socket.socket) -> None:
         with self._lock:
-            self._threads.pop(thread, None)
+            self._threads.pop(connection, None)
             self._unauthenticated.pop(connection, None)
             self._authenticated.discard(connection)
         _shut(connection)
         connection.close()
-
-
-def _revoked(handle: Handle) -> Completion:
-    return Completion(handle, None, 0, 0, 0.0, 0.0)
 
 
 def _backend(received: bytes) -> Backend:

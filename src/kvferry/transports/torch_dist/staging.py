@@ -103,8 +103,8 @@ class StagingPool:
     def __init__(self, like: Region, max_bytes: int) -> None:
         self._like = like
         self._max_buffers = max(1, max_bytes // MAX_BATCH_BYTES)
-        self._free: list[StagingBuffer] = []
         self._num_buffers = 0
+        self._free: list[StagingBuffer] = []
         self._num_copying = 0
         self._is_closed = False
         self._changed = threading.Condition()
@@ -122,7 +122,13 @@ class StagingPool:
     @contextmanager
     def buffer(self) -> Iterator[StagingBuffer]:
         """Lend a buffer. TransportError if none is returned in time."""
-        taken = self._take()
+        with self._changed:
+            if not self._changed.wait_for(self._is_available, STALL_TIMEOUT_S):
+                raise TransportError(
+                    f"all {self._max_buffers} staging buffers are in use; raise mem_pool_size_gb"
+                )
+            self._check_open()
+            taken = self._free.pop() if self._free else self._make()
         try:
             yield taken
         finally:
@@ -142,22 +148,13 @@ class StagingPool:
             self._changed.wait_for(lambda: not self._num_copying)
             self._close_free()
 
-    def _take(self) -> StagingBuffer:
-        with self._changed:
-            if not self._changed.wait_for(self._is_available, STALL_TIMEOUT_S):
-                raise TransportError(
-                    f"all {self._max_buffers} staging buffers are in use; raise mem_pool_size_gb"
-                )
-            self._check_open()
-            if self._free:
-                return self._free.pop()
-            self._num_buffers += 1
+    def _make(self) -> StagingBuffer:
         try:
-            return StagingBuffer(self._like, self._copying)
+            made = StagingBuffer(self._like, self._copying)
         except (RuntimeError, MemoryError) as error:  # torch's class for lack of memory
-            with self._changed:
-                self._num_buffers -= 1
             raise TransportError(f"no memory for a staging buffer: {error}") from error
+        self._num_buffers += 1
+        return made
 
     def _is_available(self) -> bool:
         return self._is_closed or bool(self._free) or self._num_buffers < self._max_buffers
