@@ -32,10 +32,6 @@ def segments(draw: st.DrawFn) -> Segments:
     )
 
 
-def joined(part: Segments) -> Descriptors:
-    return coalesce(part.segment_bytes, part.local_offsets, part.remote_offsets)
-
-
 def moved(descriptors: Descriptors) -> set[tuple[int, int]]:
     """Return every moved byte as (local address, remote address)."""
     triples = zip(
@@ -54,14 +50,14 @@ def named(part: Segments) -> set[tuple[int, int]]:
 
 @given(segments())
 def test_runs_move_the_bytes_of_their_segments(part: Segments) -> None:
-    descriptors = joined(part)
+    descriptors = coalesce(part)
     assert moved(descriptors) == named(part)
     assert descriptors.total_bytes == part.total_bytes
 
 
 @given(segments())
 def test_no_two_runs_could_be_one(part: Segments) -> None:
-    descriptors = joined(part)
+    descriptors = coalesce(part)
     starts = set(zip(descriptors.local.tolist(), descriptors.remote.tolist(), strict=True))
     ends = set(
         zip(
@@ -75,15 +71,15 @@ def test_no_two_runs_could_be_one(part: Segments) -> None:
 
 def test_the_order_of_segments_does_not_matter() -> None:
     offsets = np.array([30, 10, 20, 0], np.int64)
-    assert len(coalesce(10, offsets, offsets + 5)) == 1
-    assert len(coalesce(10, offsets, np.array([0, 10, 20, 30], np.int64))) == 3
+    assert len(coalesce(Segments(0, 0, 10, offsets, offsets + 5))) == 1
+    assert len(coalesce(Segments(0, 0, 10, offsets, np.array([0, 10, 20, 30], np.int64)))) == 3
 
 
 @given(segments(), st.integers(1, 50), st.integers(1, 7))
 def test_batches_are_bounded_and_lose_nothing(
     part: Segments, max_bytes: int, max_descriptors: int
 ) -> None:
-    cut = list(batches(joined(part), max_bytes, max_descriptors))
+    cut = list(batches(coalesce(part), max_bytes, max_descriptors))
     assert set().union(*map(moved, cut)) == named(part)
     assert sum(each.total_bytes for each in cut) == part.total_bytes
     assert all(

@@ -3,13 +3,12 @@
 No state apart from a cache of the host's identity; any thread may call these functions.
 """
 
-import contextlib
 import functools
 import hashlib
 import os
 import select
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
@@ -162,16 +161,14 @@ class ProcessIncarnation:
     pid: int
     ticks: int
     _pidfd: int | None
-    _poller: "select.poll | None" = field(default=None, init=False)
 
     @classmethod
     def watch(cls, pid: int, ticks: int) -> "ProcessIncarnation | None":
         """Start watching; None if this incarnation of the process has ended already."""
-        pidfd: int | None = None
-        with contextlib.suppress(
-            OSError
-        ):  # kernels before 5.3, or the process is gone: the check of the start time notices that
+        try:
             pidfd = os.pidfd_open(pid)
+        except OSError:  # kernels before 5.3, or no such process: its start time shows that
+            pidfd = None
         # Compare the start time after the pidfd is open: then the pidfd is of the right process.
         incarnation = cls(pid, ticks, pidfd)
         if start_ticks(pid) == ticks:
@@ -182,12 +179,11 @@ class ProcessIncarnation:
     def has_ended(self) -> bool:
         if self._pidfd is None:
             return start_ticks(self.pid) != self.ticks
-        if self._poller is None:
-            self._poller = select.poll()
-            self._poller.register(self._pidfd, select.POLLIN)
-        return bool(self._poller.poll(0))
+        poller = select.poll()
+        poller.register(self._pidfd, select.POLLIN)
+        return bool(poller.poll(0))
 
     def close(self) -> None:
         if self._pidfd is not None:
             os.close(self._pidfd)
-            self._pidfd = self._poller = None
+            self._pidfd = None

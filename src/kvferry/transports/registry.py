@@ -129,29 +129,7 @@ class ConfiguredTransportKit:
         made: list[DataTransport] = []
         for name in self.transports:
             if name == "nixl":
-                reach = (
-                    NetworkReach.THIS_HOST
-                    if is_loopback(self.advertised_host)
-                    else NetworkReach.ANYWHERE
-                )
-                made.append(
-                    BounceNixlTransport(
-                        NixlTransport(
-                            self.backends,
-                            self.num_threads,
-                            reach,
-                            memory_may_go=self.cache_may_sleep,
-                        ),
-                        self.bounce,
-                        self.secret,
-                    )
-                )
-                if (
-                    reach is NetworkReach.ANYWHERE
-                    and "tcp" not in self.transports
-                    and not has_rdma(self.backends, os.environ)
-                ):
-                    _log.warning(NIXL_OVER_TCP)
+                made.append(self._nixl())
             elif name == "tcp":
                 made.append(TcpTransport(self.bind_host, self.advertised_host))
             elif name == "dist":
@@ -161,12 +139,23 @@ class ConfiguredTransportKit:
                 made.append(DistTransport(self.bind_host, self.advertised_host, self.dist))
             elif name == "cuda_ipc" and not self.cache_may_sleep:
                 made.append(CudaIpcTransport())
-            elif isinstance(memory, SharedMemory):
-                made.append(ShmTransport(memory) if name == "shm" else self._mooncake(memory))
+            elif name == "shm" and isinstance(memory, SharedMemory):
+                made.append(ShmTransport(memory))
+            elif name == "mooncake" and isinstance(memory, SharedMemory):
+                hosts = self.bind_host, self.advertised_host
+                made.append(MooncakeTransport(memory, *hosts, self.mooncake))
         return _with_faults(made, self.faults) if self.faults else made
 
-    def _mooncake(self, memory: SharedMemory) -> MooncakeTransport:
-        return MooncakeTransport(memory, self.bind_host, self.advertised_host, self.mooncake)
+    def _nixl(self) -> DataTransport:
+        reach = NetworkReach.ANYWHERE
+        if is_loopback(self.advertised_host):
+            reach = NetworkReach.THIS_HOST
+        elif "tcp" not in self.transports and not has_rdma(self.backends, os.environ):
+            _log.warning(NIXL_OVER_TCP)
+        plain = NixlTransport(
+            self.backends, self.num_threads, reach, memory_may_go=self.cache_may_sleep
+        )
+        return BounceNixlTransport(plain, self.bounce, self.secret)
 
     def block_store(self, regions: Sequence[Region]) -> BlockStore:
         return HostBlockStore(regions)

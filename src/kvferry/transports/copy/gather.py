@@ -137,7 +137,8 @@ class RegionCopy:
         """Return the slices and their sizes: coalesced, sorted by source, with the source as the
         local side of each descriptor.
         """
-        descriptors = coalesce(self.segment_bytes, self.sources, self.targets)
+        segments = Segments(0, 0, self.segment_bytes, self.sources, self.targets)
+        descriptors = coalesce(segments)
         return [
             (part, part.total_bytes)
             for part in batches(descriptors, SLICE_BYTES, max(1, len(descriptors)))

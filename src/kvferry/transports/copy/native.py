@@ -54,20 +54,6 @@ def _native_module() -> Any:
 # release the GIL during the call.
 
 
-StartKernel = Callable[
-    [
-        tuple[int, int, int],
-        tuple[int, int, int],
-        tuple[int, int, int, int],
-        tuple[int, int],
-        tuple[int, int],
-        int,
-        int,
-    ],
-    tuple[int, int],
-]
-
-
 class Kernel(NamedTuple):
     """A loaded kernel. Its parameters are the address of a table, two numbers, and then further
     addresses, which are all null.
@@ -95,7 +81,7 @@ spin_wait: Callable[[float], None] = native_or("spin_wait", short_sleep)
 """Wait for some seconds without sleeping: a processor that sleeps for a few microseconds takes
 longer than that to wake up, and is slow at first.
 """
-start_kernel: StartKernel | None = native_or("start_kernel", None)
+start_kernel: Callable[..., tuple[int, int]] | None = native_or("start_kernel", None)
 """Upload a table (target, source, bytes), launch a kernel with the table and two numbers, and
 record an event, in the order of a stream. Returns which of the three calls was the last, and its
 status. None if it is not compiled here: then triton launches its kernels.

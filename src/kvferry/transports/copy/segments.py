@@ -40,16 +40,17 @@ class Descriptors:
         return Descriptors(self.local + local_base, self.remote + remote_base, self.size_bytes)
 
 
-def coalesce(segment_bytes: int, local: Offsets, remote: Offsets) -> Descriptors:
+def coalesce(segments: Segments) -> Descriptors:
     """Return the fewest descriptors that move exactly these segments, sorted by local offset."""
-    order = np.argsort(local, kind="stable")
-    local, remote = local[order], remote[order]
-    joined = (np.diff(local) == segment_bytes) & (np.diff(remote) == segment_bytes)
+    order = np.argsort(segments.local_offsets, kind="stable")
+    local, remote = segments.local_offsets[order], segments.remote_offsets[order]
+    size = segments.segment_bytes
+    joined = (np.diff(local) == size) & (np.diff(remote) == size)
     starts = (
         np.flatnonzero(np.concatenate(([True], ~joined))) if len(local) else np.empty(0, np.int64)
     )
     counts = np.diff(np.append(starts, len(local)))
-    return Descriptors(local[starts], remote[starts], counts.astype(np.int64) * segment_bytes)
+    return Descriptors(local[starts], remote[starts], counts.astype(np.int64) * size)
 
 
 def descriptors_between(
@@ -63,7 +64,7 @@ def descriptors_between(
     for part in segments:
         key = part.segment_bytes, id(part.local_offsets), id(part.remote_offsets)
         if key not in known:
-            known[key] = coalesce(part.segment_bytes, part.local_offsets, part.remote_offsets)
+            known[key] = coalesce(part)
         parts.append(
             known[key].moved(local[part.local_region].address, remote[part.remote_region].address)
         )

@@ -159,7 +159,9 @@ def is_complete(event: int, within_s: float) -> bool:
     Polls without pause for up to `within_s`, without the GIL, so that the remaining Python threads
     run. See docs/decisions/041-polling-a-device-without-the-gil.md.
     """
-    return driver_calls.poll_until(_event_query(), event, NOT_READY, within_s) != NOT_READY
+    return (
+        driver_calls.poll_until(_address("cuEventQuery"), event, NOT_READY, within_s) != NOT_READY
+    )
 
 
 def ignore_captures() -> None:
@@ -193,16 +195,12 @@ def can_reach(device: int, other: int) -> bool:
 
 
 @functools.cache
-def _event_query() -> int:
-    return _address("cuEventQuery")
-
-
-@functools.cache
 def _kernel_calls() -> tuple[int, int, int]:
     upload, launch, record = map(_address, KERNEL_CALLS)
     return upload, launch, record
 
 
+@functools.cache
 def _address(name: str) -> int:
     return ctypes.cast(getattr(_driver(), name), ctypes.c_void_p).value or 0
 

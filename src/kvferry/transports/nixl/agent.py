@@ -11,8 +11,8 @@ with UCX 1.23 that the module relies on:
   holds a reference, and so does an exception that passed through NIXL, for as long as the exception
   is kept. Hence `is_gone`.
 - REMOTE_DISCONNECT means that a whole connection has failed, with every transfer posted on the
-  connection. Any different error says nothing about the remaining transfers. From 1,024 descriptors
-  on, NIXL divides a batch among several threads, each with a separate connection.
+  connection: the transport posts no batch so long that NIXL divides it among several connections.
+  Any different error says nothing about the remaining transfers.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ import gc
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -36,8 +36,6 @@ from kvferry.transports.linked import Link
 from kvferry.transports.locality import variable_against_remapping
 from kvferry.types import MemoryKind, PeerId, Region
 
-DIVIDED_FROM = 1024
-"""Number of descriptors from which on NIXL divides a batch among several threads."""
 DISCONNECTED = "REMOTE_DISCONNECT"
 
 DEFAULT_ENVIRONMENT = {
@@ -71,14 +69,6 @@ class NixlLink(Link):
     agent: str
     metadata: bytes
     """The newest metadata of the peer's agent that we have."""
-
-
-class Posted(NamedTuple):
-    """One batch in flight."""
-
-    handle: Any
-    """NIXL's handle of the transfer."""
-    descriptors: int
 
 
 class Telemetry(NamedTuple):
@@ -219,55 +209,53 @@ class NixlAgent:
         with contextlib.suppress(*self._errors):
             self._agent.remove_remote_agent(name)
 
-    def post(self, operation: Operation, batch: Descriptors, link: NixlLink) -> Posted:
-        """Post one batch. UncertainFailure if some bytes may be written despite the error."""
-        local = self._descriptors(batch.local, batch.size_bytes, self._device)
-        remote = self._descriptors(batch.remote, batch.size_bytes, link.regions[0].device)
-        kinds = self._kind.value, link.regions[0].memory.value
+    def post(self, operation: Operation, batch: Descriptors, link: NixlLink) -> Any:
+        """Post one batch; return NIXL's handle of it. UncertainFailure if some bytes may be written
+        despite the error.
+        """
+        remote_region = link.regions[0]
+        sides = (
+            (batch.local, self._device, self._kind),
+            (batch.remote, remote_region.device, remote_region.memory),
+        )
         try:
-            sides = [
-                self._agent.get_xfer_descs(rows, kind)
-                for rows, kind in zip((local, remote), kinds, strict=True)
+            made = [
+                self._agent.get_xfer_descs(_rows(addresses, batch.size_bytes, device), kind.value)
+                for addresses, device, kind in sides
             ]
-            if None in sides:
+            if None in made:
                 raise TransportError(
                     f"NIXL refused the descriptors of a transfer with {link.peer}; NIXL's "
                     "log has the reason"
                 )
-            posted = Posted(self._agent.initialize_xfer(operation, *sides, link.agent), len(batch))
+            handle = self._agent.initialize_xfer(operation, *made, link.agent)
         except self._errors as error:
             raise TransportError(
                 f"NIXL cannot prepare a transfer with {link.peer} ({error})"
             ) from error
         # Posting may complete the batch ("DONE"), start the batch ("PROC"), or fail.
-        try:
-            state = self._agent.transfer(posted.handle)
-        except self._errors as error:
-            state = str(error)
+        state = self._state(self._agent.transfer, handle)
         if state not in ("DONE", "PROC"):
-            self.release(posted)
+            self.release(handle)
             raise self._failure(
-                f"NIXL cannot post a transfer with {link.peer} ({state})", state, posted, link
+                f"NIXL cannot post a transfer with {link.peer} ({state})", state, link
             )
-        return posted
+        return handle
 
-    def collect(self, posted: Posted, link: NixlLink) -> Telemetry | None:
+    def collect(self, handle: Any, link: NixlLink) -> Telemetry | None:
         """Return what a batch has moved; None while it is in flight. TransportError if it has
         failed, UncertainFailure as in `post`.
         """
-        try:
-            state = self._agent.check_xfer_state(posted.handle)
-        except self._errors as error:
-            state = str(error)
+        state = self._state(self._agent.check_xfer_state, handle)
         if state not in ("DONE", "PROC"):
             raise self._failure(
-                f"a transfer with {link.peer} failed in NIXL ({state})", state, posted, link
+                f"a transfer with {link.peer} failed in NIXL ({state})", state, link
             )
         if state == "PROC":
             return None
         self._last_completed_at[link.agent] = time.monotonic()
         try:
-            report = self._agent.get_xfer_telemetry(posted.handle)
+            report = self._agent.get_xfer_telemetry(handle)
         except self._errors as error:
             raise TransportError(
                 f"NIXL does not report how much a transfer moved ({error})"
@@ -280,10 +268,10 @@ class NixlAgent:
         """When a batch with this peer last completed, in local monotonic seconds; 0 if none has."""
         return self._last_completed_at.get(link.agent, 0.0)
 
-    def release(self, posted: Posted) -> None:
+    def release(self, handle: Any) -> None:
         """Release the handle of a batch. The release does not cancel a batch in flight."""
         with contextlib.suppress(*self._errors):
-            self._agent.release_xfer_handle(posted.handle)
+            self._agent.release_xfer_handle(handle)
 
     def progress(self) -> list[bytes]:
         """Drive NIXL's progress. Return the notifications since the last call, from all peers."""
@@ -322,20 +310,25 @@ class NixlAgent:
         if not self.is_gone:
             gc.collect()
 
-    def _failure(self, why: str, state: str, posted: Posted, link: NixlLink) -> TransportError:
+    def _state(self, call: Callable[[Any], str], handle: Any) -> str:
+        """Return the state of a batch that a call of NIXL reports, or NIXL's error."""
+        try:
+            return call(handle)
+        except self._errors as error:
+            return str(error)
+
+    def _failure(self, why: str, state: str, link: NixlLink) -> TransportError:
         if DISCONNECTED in state:
             self._disconnected.add(link.agent)
         # NIXL removes an agent on its own after REMOTE_DISCONNECT, and all batches posted to the
-        # removed agent fail. A divided batch uses several connections, so bytes may still be
-        # written after a failure.
-        is_certain = link.agent in self._disconnected and posted.descriptors < DIVIDED_FROM
-        return TransportError(why) if is_certain else UncertainFailure(why)
+        # removed agent fail.
+        return TransportError(why) if link.agent in self._disconnected else UncertainFailure(why)
 
-    @staticmethod
-    def _descriptors(addresses: Offsets, sizes: Offsets, device: int) -> npt.NDArray[np.uint64]:
-        rows = np.empty((len(addresses), 3), np.uint64)
-        rows[:, 0], rows[:, 1], rows[:, 2] = addresses, sizes, device
-        return rows
+
+def _rows(addresses: Offsets, sizes: Offsets, device: int) -> npt.NDArray[np.uint64]:
+    rows = np.empty((len(addresses), 3), np.uint64)
+    rows[:, 0], rows[:, 1], rows[:, 2] = addresses, sizes, device
+    return rows
 
 
 def load_nixl(kind: MemoryKind) -> tuple[Any, tuple[type[Exception], ...]]:

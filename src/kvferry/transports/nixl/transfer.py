@@ -1,14 +1,15 @@
 """Transfers over NIXL, and the agents that they are posted on. Owned by the transport's thread."""
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from kvferry.errors import TransportError
 from kvferry.transports.base import Completion
 from kvferry.transports.copy.segments import Descriptors
-from kvferry.transports.linked import BatchedTransfer
-from kvferry.transports.nixl.agent import NixlAgent, NixlLink, Posted, UncertainFailure
+from kvferry.transports.linked import LinkedTransfer
+from kvferry.transports.nixl.agent import NixlAgent, NixlLink, UncertainFailure
 from kvferry.types import Region
 
 MAX_POSTED = 4
@@ -16,9 +17,11 @@ MAX_POSTED = 4
 
 
 @dataclass(slots=True, eq=False)
-class NixlTransfer(BatchedTransfer[NixlLink, Descriptors]):
+class NixlTransfer(LinkedTransfer[NixlLink]):
     """A read or write: batches not posted yet, batches in flight, and the bytes moved so far."""
 
+    batches: Iterator[Descriptors] = field(kw_only=True)
+    """Computed when they are posted, not when the transfer starts."""
     agent: NixlAgent = field(kw_only=True)
     """The agent on which all batches are posted."""
     keeps_link: bool = True
@@ -28,7 +31,8 @@ class NixlTransfer(BatchedTransfer[NixlLink, Descriptors]):
 
     Fetched in advance, so that the transfer knows when the last batch has been posted.
     """
-    posted: list[Posted] = field(default_factory=list)
+    posted: list[Any] = field(default_factory=list)
+    """NIXL's handles of the batches in flight."""
     stopped_at: float | None = None
     is_exhausted: bool = False
     may_still_write: bool = False
@@ -104,9 +108,9 @@ class NixlTransfer(BatchedTransfer[NixlLink, Descriptors]):
 
     def completion(self) -> Completion:
         transfer_s = (self.ended_us - self.began_us) / 1e6
-        return replace(BatchedTransfer.completion(self), transfer_s=transfer_s)
+        return replace(LinkedTransfer.completion(self), transfer_s=transfer_s)
 
-    def _forget(self, posted: Posted) -> None:
+    def _forget(self, posted: Any) -> None:
         self.posted.remove(posted)
         self.agent.release(posted)
 

@@ -22,7 +22,6 @@ Facts about NIXL 1.5.1 with UCX 1.23:
 
 import os
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from enum import Enum
 
@@ -80,10 +79,8 @@ A tick of the transfer worker takes 0.3 ms with cold caches, and an idle process
 """
 DRAIN_TIMEOUT_S = 2.0
 MAX_NOTES, MAX_NOTE_BYTES = 1024, 256 * 1024
-"""Limits on notifications that have not been taken yet; notifications beyond the limits are
-dropped.
-
-Any process that can reach NIXL can send notifications.
+"""Limits on notifications; those beyond the limits are dropped. Any process that can reach NIXL can
+send notifications.
 """
 
 
@@ -131,7 +128,6 @@ class NixlTransport(LinkedTransport[NixlLink, NixlTransfer]):
         """Memory registered later, which transfers name by address only (`move`)."""
         self._busy_until = 0.0
         self._known_until = 0.0
-        self._notes: deque[bytes] | None = None
         self._is_serving_polled = False
         """Whether `take_notes` has driven the progress that the next `poll` would drive."""
 
@@ -339,15 +335,14 @@ class NixlTransport(LinkedTransport[NixlLink, NixlTransfer]):
         self._known_until = until
 
     def take_notes(self) -> list[bytes]:
-        """Take all notifications sent to us, from any sender. The first call turns this on."""
-        if self._notes is None:
-            self._notes = deque(maxlen=MAX_NOTES)
-        if self._serving is not None:
-            self._poll_agent(self._serving)
-            self._is_serving_polled = True
-        notes = list(self._notes)
-        self._notes.clear()
-        return notes
+        """Return the notifications sent to us since the last call, from any sender. Before each
+        `poll`, in place of its progress of the serving agent.
+        """
+        if self._serving is None:
+            return []
+        self._is_serving_polled = True
+        notes = [each for each in self._poll_agent(self._serving) if len(each) <= MAX_NOTE_BYTES]
+        return notes[-MAX_NOTES:]
 
     def _registered(self) -> NixlAgent:
         if self._serving is None:
@@ -401,15 +396,15 @@ class NixlTransport(LinkedTransport[NixlLink, NixlTransfer]):
         self._transfers[transfer.handle] = transfer
         return transfer.handle
 
-    def _poll_agent(self, agent: NixlAgent) -> None:
+    def _poll_agent(self, agent: NixlAgent) -> list[bytes]:
+        """Drive an agent's progress. Return the notifications that it has received."""
         is_known = time.monotonic() < self._known_until
         # CPU time of this thread, not wall time: a call that was merely preempted moved nothing.
         began = 0.0 if is_known else time.thread_time()
         notes = agent.progress()
-        if notes and self._notes is not None and agent is self._serving:
-            self._notes.extend(note for note in notes if len(note) <= MAX_NOTE_BYTES)
         if not is_known and time.thread_time() - began > BUSY_S:
             self._busy_until = time.monotonic() + BUSY_MEMORY_S
+        return notes
 
     def _is_busy(self) -> bool:
         return time.monotonic() < self._busy_until

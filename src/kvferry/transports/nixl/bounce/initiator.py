@@ -65,7 +65,7 @@ METADATA_TTL_S = 20.0
 """How long after an answer a peer still knows our agent's metadata, so that the next request can
 omit the metadata.
 
-The peer keeps the metadata longer (`transport.IDLE_S`).
+The peer keeps the metadata longer (`mailbox.IDLE_S`).
 """
 
 ToInitiator = SlotGranted | OwnerProgress | TransferEnded

@@ -2,24 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from kvferry.transports.base import Segments
-from kvferry.transports.copy.segments import Offsets
 from kvferry.transports.copy.table import group_by_offsets
 from kvferry.transports.nixl.bounce.messages import MAX_SEGMENTS
 from kvferry.types import MemoryKind
 
 MIB = 1024 * 1024
-BY_KIND = {
-    MemoryKind.VRAM: (256 * 1024, 1024 * MIB, 64 * MIB),
-    MemoryKind.DRAM: (0, 64 * MIB, 4 * MIB),
-}
-"""Defaults of `segment_bytes`, `buffer_bytes` and `chunk_bytes`, by kind of memory.
-
-docs/decisions/037-bounce-buffers.md has the measurements.
-"""
 BUFFER_SHARE = 100
 """A bounce buffer of default size takes at most one hundredth of the device's memory."""
 MIN_BUFFER_BYTES = 64 * 1024
@@ -35,6 +27,26 @@ SAMPLED_SEGMENTS, SAMPLED_PLANS = 256, 4
 
 Regions mostly move the same blocks, and are then one plan.
 """
+
+
+class ResolvedBounceSettings(NamedTuple):
+    """The settings in effect, with the defaults filled in."""
+
+    segment_bytes: int
+    buffer_bytes: int
+    chunk_bytes: int
+    min_descriptors: int = MIN_DESCRIPTORS
+
+    @property
+    def is_on(self) -> bool:
+        return self.segment_bytes > 0 and self.buffer_bytes >= MIN_BUFFER_BYTES
+
+
+DEFAULTS = {
+    MemoryKind.VRAM: ResolvedBounceSettings(256 * 1024, 1024 * MIB, 64 * MIB),
+    MemoryKind.DRAM: ResolvedBounceSettings(0, 64 * MIB, 4 * MIB),
+}
+"""docs/decisions/037-bounce-buffers.md has the measurements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,34 +65,17 @@ class BounceSettings:
     use the half between.
     """
     chunk_bytes: int | None = None
-    min_descriptors: int = MIN_DESCRIPTORS
+    min_descriptors: int | None = None
     """Transfers with fewer descriptors go directly, whatever their size."""
 
-    def resolved(
-        self, kind: MemoryKind, device_bytes: int | None = None
-    ) -> "ResolvedBounceSettings":
-        values = (self.segment_bytes, self.buffer_bytes, self.chunk_bytes)
-        segment, bounce_buffer, chunk = (
-            value if value is not None else default
-            for value, default in zip(values, BY_KIND[kind], strict=True)
-        )
-        if self.buffer_bytes is None and device_bytes is not None:
-            bounce_buffer = min(bounce_buffer, device_bytes // BUFFER_SHARE // MIB * MIB)
-        return ResolvedBounceSettings(segment, bounce_buffer, chunk, self.min_descriptors)
-
-
-@dataclass(frozen=True, slots=True)
-class ResolvedBounceSettings:
-    """The settings in effect, with the defaults filled in."""
-
-    segment_bytes: int
-    buffer_bytes: int
-    chunk_bytes: int
-    min_descriptors: int
-
-    @property
-    def is_on(self) -> bool:
-        return self.segment_bytes > 0 and self.buffer_bytes >= MIN_BUFFER_BYTES
+    def resolved(self, kind: MemoryKind, device_bytes: int | None = None) -> ResolvedBounceSettings:
+        defaults = DEFAULTS[kind]
+        if device_bytes is not None:
+            share = device_bytes // BUFFER_SHARE // MIB * MIB
+            defaults = defaults._replace(buffer_bytes=min(defaults.buffer_bytes, share))
+        wanted = (self.segment_bytes, self.buffer_bytes, self.chunk_bytes, self.min_descriptors)
+        pairs = zip(wanted, defaults, strict=True)
+        return ResolvedBounceSettings(*(own if own is not None else given for own, given in pairs))
 
 
 def is_fragmented(segments: Sequence[Segments], settings: ResolvedBounceSettings) -> bool:
@@ -96,22 +91,18 @@ def is_fragmented(segments: Sequence[Segments], settings: ResolvedBounceSettings
     for same in sorted(
         group_by_offsets(segments), key=lambda same: -len(same) * same[0].total_bytes
     )[:SAMPLED_PLANS]:
-        local, remote, size = (
-            same[0].local_offsets[:SAMPLED_SEGMENTS],
-            same[0].remote_offsets[:SAMPLED_SEGMENTS],
-            same[0].segment_bytes,
+        size = same[0].segment_bytes
+        local, remote = (
+            offsets[:SAMPLED_SEGMENTS]
+            for offsets in (same[0].local_offsets, same[0].remote_offsets)
         )
-        seen_descriptors += len(same) * (1 + _breaks(local, remote, size))
+        # A segment that adjoins the previous one on both sides shares its descriptor.
+        steps = np.diff(local)
+        joined = (steps == np.diff(remote)) & (np.abs(steps) == size)
+        seen_descriptors += len(same) * (len(local) - int(np.count_nonzero(joined)))
         seen_bytes += len(same) * len(local) * size
     share = seen_bytes / sum(part.total_bytes for part in segments)
     return (
         seen_descriptors / share >= settings.min_descriptors
         and seen_bytes < seen_descriptors * settings.segment_bytes
     )
-
-
-def _breaks(local: Offsets, remote: Offsets, segment_bytes: int) -> int:
-    """Count the segments that do not adjoin the previous segment on both sides."""
-    steps = np.diff(local)
-    joined = (steps == np.diff(remote)) & (np.abs(steps) == segment_bytes)
-    return int(len(steps) - np.count_nonzero(joined))
