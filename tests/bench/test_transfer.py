@@ -32,7 +32,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def num_descriptors(part: Segments) -> int:
-    return len(coalesce(part.segment_bytes, part.local_offsets, part.remote_offsets))
+    return len(coalesce(part))
 
 
 @given(
