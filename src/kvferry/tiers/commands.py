@@ -6,7 +6,6 @@ are made and pickled several times faster than dataclasses.
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle
-from typing import Protocol
 
 import msgspec
 
@@ -27,13 +26,6 @@ class Chunk(msgspec.Struct, frozen=True):
     found the chunk, the best first. The host pool always takes part, named or not: every chunk
     passes through it.
     """
-
-
-class Chunks(Protocol):
-    """A sequence of `Chunk`: a tuple, or a `ChunkTable`."""
-
-    def __len__(self) -> int: ...
-    def __iter__(self) -> Iterator[Chunk]: ...
 
 
 class ChunkTable(msgspec.Struct, frozen=True):
@@ -60,6 +52,9 @@ class ChunkTable(msgspec.Struct, frozen=True):
         for number, (key, group, tiers) in enumerate(columns):
             block_ids = tuple(self.block_ids[number * size : (number + 1) * size])
             yield Chunk(key, group, block_ids, tiers)
+
+
+Chunks = tuple[Chunk, ...] | ChunkTable
 
 
 # -- commands --

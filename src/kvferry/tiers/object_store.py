@@ -148,12 +148,16 @@ class ObjectTier:
         return LoadResult(LoadOutcome.REFUSED, f"{path} {refusal.value}")
 
     def store(self, key: EntryKey, payload: memoryview) -> StoreResult:
-        result = self._store(key, payload)
-        if result.outcome is StoreOutcome.FAILED:
-            self._storing.failed(result.reason)
-        elif result.outcome is not StoreOutcome.DROPPED:
-            self._storing.succeeded()
-        return result
+        try:
+            self._storing.check()
+            outcome = self._store(key, payload)
+        except StorageNotAsked as pause:
+            return StoreResult(StoreOutcome.DROPPED, str(pause))
+        except StorageFailed as failure:
+            self._storing.failed(str(failure))
+            return StoreResult(StoreOutcome.FAILED, str(failure))
+        self._storing.succeeded()
+        return StoreResult(outcome)
 
     def remove(self, keys: Sequence[EntryKey]) -> None:
         paths = [self._path(key) for key in keys]
@@ -170,26 +174,20 @@ class ObjectTier:
     def _path(self, key: EntryKey) -> str:
         return f"{self._namespace.hex}/{key.hex()}"
 
-    def _store(self, key: EntryKey, payload: memoryview) -> StoreResult:
+    def _store(self, key: EntryKey, payload: memoryview) -> StoreOutcome:
         path, size_bytes = self._path(key), HEADER_BYTES + len(payload)
+        # A look-up costs much less than sending an object that is there.
+        sizes = self._ask(self._requests.sizes([path]), self._deadlines.lookup_s)
+        if sizes == [size_bytes]:
+            return StoreOutcome.PRESENT
+        put = self._requests.put(path, self._envelope.seal(key, payload), payload)
         try:
-            self._storing.check()
-            # A look-up costs much less than sending an object that is there.
-            sizes = self._ask(self._requests.sizes([path]), self._deadlines.lookup_s)
-            if sizes == [size_bytes]:
-                return StoreResult(StoreOutcome.PRESENT)
-            header = self._envelope.seal(key, payload)
             # Not by `_ask`: if the store refuses writes alone, look-ups and loads go on.
-            put = self._requests.put(path, header, payload)
             self._requests.run(put, self._deadlines.transfer_s)
             self._stored(size_bytes)
         except FileNotFoundError:
-            return StoreResult(StoreOutcome.FAILED, "the object store has no such bucket")
-        except StorageNotAsked as pause:
-            return StoreResult(StoreOutcome.DROPPED, str(pause))
-        except StorageFailed as failure:
-            return StoreResult(StoreOutcome.FAILED, str(failure))
-        return StoreResult(StoreOutcome.STORED)
+            raise StorageFailed("the object store has no such bucket") from None
+        return StoreOutcome.STORED
 
     def _stored(self, size_bytes: int) -> None:
         with self._usage_lock:

@@ -82,7 +82,9 @@ class OffloadWorker:
             pool, tiers, copier, num_io_threads, name, clock, report=self._ended.put
         )
         self._waiting: list[threading.Event] = []
-        self._unanswered = _Unanswered()
+        self._open_loads: set[str] = set()
+        self._last_store = 0
+        """What the engine waits for: if the jobs fail, at any line, all of it is answered."""
         self._failure = ""
         self._snapshot = OffloadSnapshot()
 
@@ -105,7 +107,7 @@ class OffloadWorker:
         # The late commands are handled before the results: a `VoidStores` that was submitted before
         # its copy has ended must take effect.
         commands = [*commands, *late_commands()]
-        self._unanswered.add(commands)
+        self._expect(commands)
         self._waiting += [each for each in commands if isinstance(each, threading.Event)]
         if self._failure:
             return self._answers() if commands else ()
@@ -116,7 +118,7 @@ class OffloadWorker:
             _log.exception("the offload worker stopped because of a bug; KV is no longer offloaded")
             self._failure = f"the offload worker has stopped: {type(error).__name__}: {error}"
             return self._end()
-        self._unanswered.remove(events)
+        self._open_loads -= {each.request for each in events if isinstance(each, LoadEnded)}
         return events
 
     def idle_s(self) -> float:
@@ -189,40 +191,21 @@ class OffloadWorker:
         cleared = [ContentsChanged(is_cleared=True)] if self._jobs.reports_contents else []
         return [*self._answers(), *cleared]
 
+    def _expect(self, commands: Sequence[WorkerCommand]) -> None:
+        for command in commands:
+            match command:
+                case LoadChunks(request):
+                    self._open_loads.add(request)
+                case StoreChunks(number=number):
+                    self._last_store = max(self._last_store, number)
+
     def _answers(self) -> list[OffloadEvent]:
+        """All loads have failed, and no copy reads the blocks of a store."""
         self._end_waits()
-        return self._unanswered.answers(self._failure)
+        loads, self._open_loads = self._open_loads, set()
+        failed = (LoadEnded(request, self._failure) for request in sorted(loads))
+        return [StoresCopied(self._last_store), *failed]
 
     def _end_waits(self) -> None:
         while self._waiting:
             self._waiting.pop().set()
-
-
-@dataclass(slots=True)
-class _Unanswered:
-    """What the engine waits for. If the jobs fail, at any line, `answers` answers all of it."""
-
-    _loads: set[str] = field(default_factory=set)
-    _last_store: int = 0
-
-    def add(self, commands: Sequence[WorkerCommand]) -> None:
-        for command in commands:
-            match command:
-                case LoadChunks(request):
-                    self._loads.add(request)
-                case StoreChunks(number=number):
-                    self._last_store = max(self._last_store, number)
-
-    def remove(self, events: Sequence[OffloadEvent]) -> None:
-        for event in events:
-            if isinstance(event, LoadEnded):
-                self._loads.discard(event.request)
-
-    def answers(self, failure: str) -> list[OffloadEvent]:
-        """All loads have failed, and no copy reads the blocks of a store."""
-        events: list[OffloadEvent] = [
-            StoresCopied(self._last_store),
-            *(LoadEnded(request, failure) for request in sorted(self._loads)),
-        ]
-        self.remove(events)
-        return events

@@ -10,8 +10,23 @@ from kvferry.protocol.fingerprints import Fingerprint
 from kvferry.types import Address, RequestId
 
 
+class ConsumerCommand:
+    """A command for the side of a transfer that needs the blocks."""
+
+    __slots__ = ()
+
+
+class ProducerCommand:
+    """A command for the side of a transfer that holds the blocks."""
+
+    __slots__ = ()
+
+
+WorkerCommand = ConsumerCommand | ProducerCommand
+
+
 @dataclass(frozen=True, slots=True)
-class PrepareLoad:
+class PrepareLoad(ConsumerCommand):
     """A request with a valid ticket has arrived: shake hands, attach, keep the lease alive."""
 
     request: RequestId
@@ -19,7 +34,7 @@ class PrepareLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class PrepareOptionalLoad:
+class PrepareOptionalLoad(ConsumerCommand):
     """As `PrepareLoad`, for a request that can also be computed without the remote KV.
 
     The transfer worker reports whether the producer still holds the KV of the ticket, before the
@@ -31,7 +46,7 @@ class PrepareOptionalLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class RegisterForPush:
+class RegisterForPush(ConsumerCommand):
     """A request with a valid push ticket has arrived: shake hands and register with the producer.
 
     The consumer attaches once the producer has an offer for the request.
@@ -46,7 +61,7 @@ class RegisterForPush:
 
 
 @dataclass(frozen=True, slots=True)
-class RegisterForPushByAddress:
+class RegisterForPushByAddress(ConsumerCommand):
     """As `RegisterForPush`, without a push ticket: the router signs nothing, and names a producer.
 
     The scheduler has checked that the producer's address is among the engine's configured `peers`.
@@ -63,7 +78,7 @@ class RegisterForPushByAddress:
 
 
 @dataclass(frozen=True, slots=True)
-class StartLoad:
+class StartLoad(ConsumerCommand):
     """The engine has allocated blocks: load the KV of tokens `first_token` to `end_token` - 1."""
 
     request: RequestId
@@ -75,14 +90,14 @@ class StartLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class SkipLoad:
+class SkipLoad(ConsumerCommand):
     """The engine needs nothing from the producer for this request."""
 
     request: RequestId
 
 
 @dataclass(frozen=True, slots=True)
-class AbortLoad:
+class AbortLoad(ConsumerCommand):
     """The engine will not use the KV: stop the load and drop the request's state."""
 
     request: RequestId
@@ -90,7 +105,7 @@ class AbortLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class RejectLoad:
+class RejectLoad(ConsumerCommand):
     """Report this request as failed, because the request's parameters cannot be honoured."""
 
     request: RequestId
@@ -98,7 +113,7 @@ class RejectLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class GrantLease:
+class GrantLease(ProducerCommand):
     """Readers with ticket `serial` may read this request's blocks from now on."""
 
     request: RequestId
@@ -109,7 +124,7 @@ class GrantLease:
 
 
 @dataclass(frozen=True, slots=True)
-class RetainTurn:
+class RetainTurn(ProducerCommand):
     """As `GrantLease`, but the blocks are retained for a possible next turn.
 
     The lease lasts `lease_ttl_s` seconds, or until the engine evicts the turn.
@@ -122,7 +137,7 @@ class RetainTurn:
 
 
 @dataclass(frozen=True, slots=True)
-class EvictTurn:
+class EvictTurn(ProducerCommand):
     """The engine needs the blocks of a retained turn.
 
     The transfer worker reports the lease as ended when every reader has detached.
@@ -132,7 +147,7 @@ class EvictTurn:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpectPrefill:
+class ExpectPrefill(ProducerCommand):
     """A prefill leg has arrived at this engine, so consumers that register for it may wait.
 
     `FailPush`, or the end of the leg's lease, follows.
@@ -143,7 +158,7 @@ class ExpectPrefill:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenStream:
+class OpenStream(ProducerCommand):
     """A prefill runs for a peer: readers with ticket `serial` may read the published blocks."""
 
     request: RequestId
@@ -151,7 +166,7 @@ class OpenStream:
 
 
 @dataclass(frozen=True, slots=True)
-class CloseStream:
+class CloseStream(ProducerCommand):
     """The prefill of an open stream has ended; its blocks are now leased as by `GrantLease`."""
 
     request: RequestId
@@ -160,7 +175,7 @@ class CloseStream:
 
 
 @dataclass(frozen=True, slots=True)
-class WithdrawStream:
+class WithdrawStream(ProducerCommand):
     """A running prefill has lost its blocks and will be computed again.
 
     The engine sends this command before anything else is written into the lost blocks.
@@ -171,7 +186,7 @@ class WithdrawStream:
 
 
 @dataclass(frozen=True, slots=True)
-class PublishTicket:
+class PublishTicket(ProducerCommand):
     """Offer this ticket, with `ready_tokens` tokens ready, to the registered consumer.
 
     The offer waits until a consumer registers. The request has a lease or an open stream.
@@ -190,7 +205,7 @@ class PublishTicket:
 
 
 @dataclass(frozen=True, slots=True)
-class FailPush:
+class FailPush(ProducerCommand):
     """A prefill has ended without blocks to offer: fail the consumer that has registered."""
 
     request: RequestId
@@ -199,21 +214,21 @@ class FailPush:
 
 
 @dataclass(frozen=True, slots=True)
-class AbandonLease:
+class AbandonLease(ProducerCommand):
     """No reader will come for this request's blocks, because no consumer received the ticket."""
 
     request: RequestId
 
 
 @dataclass(frozen=True, slots=True)
-class RevokeLease:
+class RevokeLease(ProducerCommand):
     """The KV of this request is out of date: end the lease even if readers are attached."""
 
     request: RequestId
 
 
 @dataclass(frozen=True, slots=True)
-class ReleaseTicket:
+class ReleaseTicket(ProducerCommand):
     """The holder of ticket `serial` of this request has released the ticket."""
 
     request: RequestId
@@ -221,35 +236,7 @@ class ReleaseTicket:
 
 
 @dataclass(frozen=True, slots=True)
-class ReleasePushTicket:
+class ReleasePushTicket(ProducerCommand):
     """A router has ended the decode leg of a push: no reader will come unless it has registered."""
 
     match_id: str
-
-
-ConsumerCommand = (
-    PrepareLoad
-    | PrepareOptionalLoad
-    | RegisterForPush
-    | RegisterForPushByAddress
-    | StartLoad
-    | SkipLoad
-    | AbortLoad
-    | RejectLoad
-)
-ProducerCommand = (
-    GrantLease
-    | RetainTurn
-    | EvictTurn
-    | ExpectPrefill
-    | OpenStream
-    | CloseStream
-    | WithdrawStream
-    | PublishTicket
-    | FailPush
-    | AbandonLease
-    | RevokeLease
-    | ReleaseTicket
-    | ReleasePushTicket
-)
-WorkerCommand = ConsumerCommand | ProducerCommand

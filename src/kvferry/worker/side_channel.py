@@ -91,13 +91,10 @@ class SideChannel:
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="kvferry-side-channel", daemon=True)
 
-    @property
-    def num_dropped(self) -> int:
-        """Number of messages that were malformed, forged or of a type not handled here."""
-        return self._num_dropped
-
     def take_num_dropped(self) -> int:
-        """Return how many messages were dropped since the last call."""
+        """Return how many messages since the last call were malformed, forged or of a type not
+        handled here.
+        """
         before, self._num_dropped_reported = self._num_dropped_reported, self._num_dropped
         return self._num_dropped_reported - before
 

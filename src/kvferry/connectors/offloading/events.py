@@ -98,16 +98,10 @@ class _SharedBlocks:
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, int, Any]] = Counter()
 
-    def add(self, tier: str, group: int, blocks: HashedBlocks) -> HashedBlocks:
-        """Count the blocks of a chunk, and return those that no other chunk has."""
-        return blocks.without(self._count(tier, group, blocks, 1))
-
-    def remove(self, tier: str, group: int, blocks: HashedBlocks) -> HashedBlocks:
-        """Count the blocks no longer, and return those that no other chunk has."""
-        return blocks.without(self._count(tier, group, blocks, -1))
-
-    def _count(self, tier: str, group: int, blocks: HashedBlocks, by: int) -> int:
-        """Return how many of the chunk's blocks, which are its first, other chunks have too."""
+    def count(self, tier: str, group: int, blocks: HashedBlocks, by: int) -> HashedBlocks:
+        """Count the blocks of a chunk (1), or no longer (-1), and return those that no other chunk
+        has: all but the first.
+        """
         num_shared = 0
         # No two chunks have the same last block.
         for block_hash in blocks.hashes[:-1]:
@@ -117,7 +111,7 @@ class _SharedBlocks:
                 num_shared += 1
             elif not self._counts[block]:
                 del self._counts[block]
-        return num_shared
+        return blocks.without(num_shared)
 
 
 class KVEventLog:
@@ -231,7 +225,7 @@ class KVEventLog:
                 self._waiting.setdefault(chunk.parent, {})[key, tier] = None
                 continue
             chunk.announced.add(tier)
-            blocks = self._shared.add(tier, chunk.group, chunk.blocks)
+            blocks = self._shared.count(tier, chunk.group, chunk.blocks, 1)
             self._events.append(BlocksStored(tier, chunk.group, blocks))
             self._num_announced[chunk.prefix] += 1
             ready += self._waiting.pop(chunk.prefix, ())
@@ -258,5 +252,5 @@ class KVEventLog:
                 self._note_unheld(key)
 
     def _note_removed(self, chunk: _Chunk, tier: str) -> None:
-        blocks = self._shared.remove(tier, chunk.group, chunk.blocks)
+        blocks = self._shared.count(tier, chunk.group, chunk.blocks, -1)
         self._events.append(BlocksRemoved(tier, chunk.group, blocks))

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from kvferry.connectors.contract import KVCacheGroup, Request
 from kvferry.connectors.offloading.break_even import BreakEven
-from kvferry.connectors.offloading.lookup import Hit, Pending, TierLookup
+from kvferry.connectors.offloading.lookup import Hit, TierLookup
 from kvferry.connectors.offloading.metadata import EndStores, OffloadStats
 from kvferry.connectors.offloading.requests import BlockTables, LoadState, TrackedRequest
 from kvferry.tiers.backoff import log_trouble
@@ -86,7 +86,7 @@ class RequestLoads:
             num_local_chunks=num_computed_tokens // self._chunk_tokens,
             max_chunks=state.max_chunks,
         )
-        if isinstance(found, Pending):
+        if found is None:
             return None
         state.num_local_tokens, state.hit = num_computed_tokens, found
         self._count_lookup(state, found, num_tokens - num_computed_tokens)

@@ -66,11 +66,6 @@ class Hit:
         return counts
 
 
-@dataclass(frozen=True, slots=True)
-class Pending:
-    """Some tier has not answered yet."""
-
-
 @dataclass(slots=True)
 class _Query:
     """What one request asks of the slower tiers."""
@@ -118,7 +113,10 @@ class TierLookup:
         self.end(request)
         if not self._tiers or not keys[0]:
             return
-        in_pool = tuple(frozenset(_found_indices(found)) for found in self._in_pool(keys))
+        in_pool = tuple(
+            frozenset(index for index, is_found in enumerate(found) if is_found)
+            for found in self._in_pool(keys)
+        )
         if all(len(group) == len(keys[0]) for group in in_pool):
             return
         query = _Query(tuple(keys), in_pool, self._clock() + self._timeout_s)
@@ -133,15 +131,16 @@ class TierLookup:
         *,
         num_local_chunks: int = 0,
         max_chunks: int | None = None,
-    ) -> Hit | Pending:
+    ) -> Hit | None:
         """The longest prefix of a sequence of `num_tokens` tokens that can be loaded now, at most
-        `max_chunks` chunks. The engine itself has the first `num_local_chunks` chunks.
+        `max_chunks` chunks. The engine itself has the first `num_local_chunks` chunks. None if some
+        tier has not answered yet.
         """
         query = self._queries.get(request)
         found, is_complete, failures = self._nothing, True, {}
         if query is not None:
             if query.answer is None and self._clock() < query.deadline:
-                return Pending()
+                return None
             is_complete = query.answer is not None
             if query.answer is not None:
                 found, failures = query.answer, query.failures
@@ -296,7 +295,3 @@ class TierLookup:
                 for position, index in enumerate(wanted)
                 if all(answer[position] for answer in answers)
             )
-
-
-def _found_indices(found: bytearray) -> list[int]:
-    return [index for index, is_found in enumerate(found) if is_found]

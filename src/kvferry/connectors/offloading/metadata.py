@@ -65,10 +65,8 @@ class OffloadingWorkerMetadata(KVConnectorWorkerMetadata):
 
     @property
     def is_empty(self) -> bool:
-        return (
-            not (self.loads or self.copied or self.busy or self.contents)
-            and self.timed_step is None
-        )
+        parts = (self.loads, self.copied, self.busy, self.contents)
+        return not any(parts) and self.timed_step is None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "OffloadingWorkerMetadata":
         """Of two reports of one rank, `other` is the later: vLLM may pass on the report of a step

@@ -89,21 +89,17 @@ def open_lookup(
     clock: Callable[[], float],
 ) -> TierLookup:
     """Open the tiers of all ranks, whose namespaces are given, for lookups."""
-    readers = [open_pool_reader(extra, namespace) for namespace in namespaces]
+    has_pool = extra.cpu_bytes(1) > 0
+    readers = [PoolReader(pool_folder(extra), each) for each in namespaces] if has_pool else []
     opened = [open_tiers_to_look_up(extra, space, config.secret) for space in namespaces]
     return TierLookup(
         cache.groups,
         extra.blocks_of_chunk(cache.block_size) * cache.block_size,
-        [reader for reader in readers if reader is not None],
+        readers,
         {name: [rank[name] for rank in opened] for name in opened[0]},
         extra.lookup_timeout,
         clock,
     )
-
-
-def open_pool_reader(extra: OffloadingExtraConfig, namespace: Namespace) -> PoolReader | None:
-    """Open the tier `cpu` of one rank for lookups; None if there is no such tier."""
-    return PoolReader(pool_folder(extra), namespace) if extra.cpu_bytes(1) else None
 
 
 def open_tiers(
@@ -119,9 +115,7 @@ def open_tiers(
             f"{MIN_LENT_BYTES}; make its size larger, or 0"
         )
     check_fits(lent_bytes, available_bytes())
-    return _open_tiers(
-        extra, namespace, secret, max_disk_bytes=max_disk_bytes, lent_bytes=lent_bytes
-    )
+    return _open_tiers(extra, namespace, secret, max_disk_bytes, lent_bytes)
 
 
 def open_tiers_to_look_up(
@@ -130,16 +124,15 @@ def open_tiers_to_look_up(
     """Open the same tiers in a process that stores nothing, and so need neither evict nor
     lend memory.
     """
-    return _open_tiers(extra, namespace, secret, max_disk_bytes=None, lent_bytes=0)
+    return _open_tiers(extra, namespace, secret)
 
 
 def _open_tiers(
     extra: OffloadingExtraConfig,
     namespace: Namespace,
     secret: bytes,
-    *,
-    max_disk_bytes: int | None,
-    lent_bytes: int,
+    max_disk_bytes: int | None = None,
+    lent_bytes: int = 0,
 ) -> dict[str, Tier]:
     tiers: dict[str, Tier] = {}
     disk, mooncake, bucket = (extra.tier(name) for name in ("disk", "mooncake", "object"))

@@ -125,10 +125,9 @@ class OffloadingWorker:
 
     def start_load_kv(self, metadata: OffloadingMetadata) -> None:
         self._worker_metadata.timed_step = metadata.timed_step
-        ended = [command for command in metadata.commands if isinstance(command, EndStores)]
-        self._ending += ended
-        if len(ended) < len(metadata.commands):
-            commands = [each for each in metadata.commands if not isinstance(each, EndStores)]
+        self._ending += [each for each in metadata.commands if isinstance(each, EndStores)]
+        commands = [each for each in metadata.commands if not isinstance(each, EndStores)]
+        if commands:
             self._running().submit(commands, self._order.mark())
 
     def get_transfer_results(self) -> KVConnectorTransferResults:

@@ -80,7 +80,7 @@ class _Source:
 
 
 @dataclass(frozen=True, slots=True)
-class _Copy:
+class _CopyIn:
     """A `LoadRows` that has not ended."""
 
     load: _Load
@@ -101,7 +101,7 @@ class LoadJobs:
     timeout_s: float
     _loads: dict[str, _Load] = field(default_factory=dict, init=False)
     """By request."""
-    _copies: dict[int, _Copy] = field(default_factory=dict, init=False)
+    _copies: dict[int, _CopyIn] = field(default_factory=dict, init=False)
     """By task."""
     _entries: dict[int, _EntryLoad] = field(default_factory=dict, init=False)
     """By task."""
@@ -232,7 +232,7 @@ class LoadJobs:
             task_id = self.outbox.next_task_id()
             rows = tuple(self._pinned(source) for source in batch)
             load.num_copies += 1
-            self._copies[task_id] = _Copy(load, batch)
+            self._copies[task_id] = _CopyIn(load, batch)
             self.outbox.start(LoadRows(task_id, rows))
 
     def _pinned(self, source: _Source) -> RowBlocks:

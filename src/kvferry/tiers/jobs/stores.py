@@ -101,7 +101,7 @@ class EntryStores:
 
 
 @dataclass(slots=True)
-class _Copy:
+class _CopyOut:
     """A `StoreRows` that has not ended."""
 
     request: str
@@ -121,7 +121,7 @@ class StoreJobs:
     rows: JobRows
     entries: EntryStores
     outbox: JobOutbox
-    _copies: dict[int, _Copy] = field(default_factory=dict, init=False)
+    _copies: dict[int, _CopyOut] = field(default_factory=dict, init=False)
     """By task."""
     _last_store: int = field(default=0, init=False)
     _num_copied: int = field(default=0, init=False)
@@ -198,7 +198,7 @@ class StoreJobs:
         task_id = self.outbox.next_task_id()
         chunks, rows = zip(*batch, strict=True)
         size_bytes = sum(map(self.rows.size, chunks))
-        self._copies[task_id] = _Copy(request, number, chunks, rows, size_bytes)
+        self._copies[task_id] = _CopyOut(request, number, chunks, rows, size_bytes)
         address = self.rows.pool.row_address
         copies = (RowBlocks(address(row), chunk.group, chunk.block_ids) for chunk, row in batch)
         self.outbox.start(StoreRows(task_id, tuple(copies)))

@@ -391,7 +391,8 @@ def _latest_first(paths: Sequence[Path]) -> list[Path]:
 
 def _create(folder: Path, namespace: Namespace, layout: SegmentLayout) -> OwnedSegment:
     # Segments are removed only if that can help.
-    check_fits(layout.total_bytes, available_bytes() + _orphan_bytes(folder))
+    orphan_bytes = sum(size for _, size in iter_orphans(folder))
+    check_fits(layout.total_bytes, available_bytes() + orphan_bytes)
     while True:
         try:
             check_fits(layout.total_bytes, available_bytes())
@@ -431,10 +432,6 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(opened)  # and so releases the lock
-
-
-def _orphan_bytes(folder: Path) -> int:
-    return sum(size for _, size in iter_orphans(folder))
 
 
 def _make_room(folder: Path, layout: SegmentLayout) -> bool:
