@@ -207,7 +207,7 @@ def settings_table(settings: type) -> str:
             )
         value = one_line(described(hints[field.name]))
         value = value.replace(" that is not empty and has no NUL character", "")
-        is_required = issubclass(settings, TierConfig) and field.name in settings.required()
+        is_required = issubclass(settings, TierConfig) and field.name in settings.required
         default = "required" if is_required else default_of(field)
         rows.append(f"| `{field.name}` | {value} | {default} | {meanings[field.name]} |")
     return "\n".join(rows)
