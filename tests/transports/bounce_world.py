@@ -63,20 +63,10 @@ class DescriptorMover:
     def land(self) -> list[Completion]:
         landed, self.posted = self.posted, []
         for each in landed:
-            for here, there, size in zip(
-                *(
-                    part.tolist()
-                    for part in (
-                        each.descriptors.local,
-                        each.descriptors.remote,
-                        each.descriptors.size_bytes,
-                    )
-                ),
-                strict=True,
-            ):
-                ctypes.memmove(
-                    *((here, there) if each.operation == "READ" else (there, here)), size
-                )
+            sides = each.descriptors.local, each.descriptors.remote, each.descriptors.size_bytes
+            for here, there, size in zip(*(side.tolist() for side in sides), strict=True):
+                to, source = (here, there) if each.operation == "READ" else (there, here)
+                ctypes.memmove(to, source, size)
         return [
             Completion(
                 each.handle, None, each.descriptors.total_bytes, len(each.descriptors), 0.0, 0.0
@@ -118,6 +108,7 @@ class Party:
             bounce_buffer, self.served_slots, self.regions, b"with the buffer", RECLAIM_S
         )
         self.ended: dict[Handle, str | None] = {}
+        self.fallbacks = self.mover.direct
         self.last = 0
 
     def start(self, other: "Party", segments: Sequence[Segments], *, is_read: bool) -> Handle:
@@ -127,10 +118,6 @@ class Party:
             Handle(self.last), other.peer, other.name, operation, segments, self.regions
         )
         return Handle(self.last)
-
-    @property
-    def fallbacks(self) -> list[Handle]:
-        return self.mover.direct
 
     @property
     def is_quiet(self) -> bool:

@@ -30,6 +30,8 @@ from kvferry.testing.transport_pairs import (
 )
 from kvferry.transports.base import Segments, TransportOffer
 from kvferry.transports.nixl.bounce import transport as bounce_transport
+from kvferry.transports.nixl.bounce.mailbox import Mailbox
+from kvferry.transports.nixl.bounce.messages import TransferEnded
 from kvferry.transports.nixl.bounce.settings import BounceSettings
 from kvferry.transports.nixl.bounce.transport import WAITING_INTERVAL_S, BounceNixlTransport
 from kvferry.transports.nixl.transport import NixlTransport
@@ -220,6 +222,27 @@ def test_notifications_that_mean_nothing_are_counted() -> None:
         assert time.monotonic() < deadline
         far.transport.poll()
         assert near.transport.poll() == []
+    near.close()
+    far.close()
+
+
+def test_the_route_to_an_agent_is_kept_while_it_is_used() -> None:
+    near, far = nixl_side(), nixl_side()
+    assert isinstance(near.transport, NixlTransport)
+    assert isinstance(far.transport, NixlTransport)
+    mailbox, asking = Mailbox(near.transport, SECRET, near.regions[0]), far.transport.identity()
+    messages = [TransferEnded(1, "why")]
+    with pytest.raises(TransportError, match="no route"):
+        mailbox.send(asking.agent, messages, now=0.0)
+    mailbox.learn(asking.agent, asking.metadata, now=0.0)
+    for now in (1.0, 50.0, 100.0):
+        mailbox.send(asking.agent, messages, now)
+        mailbox.forget_idle(now + 11.0, ())
+    mailbox.forget_idle(100.0 + 61.0, {asking.agent})
+    mailbox.send(asking.agent, messages, now=162.0)
+    mailbox.forget_idle(162.0 + 61.0, ())
+    with pytest.raises(TransportError, match="no route"):
+        mailbox.send(asking.agent, messages, now=224.0)
     near.close()
     far.close()
 

@@ -39,13 +39,6 @@ def ask(request: pytest.FixtureRequest) -> Asking:
     return poll_until if request.param == "as installed" else poll_with_short_sleeps
 
 
-@pytest.fixture
-def start() -> Callable[..., tuple[int, int]]:
-    if start_kernel is None:
-        pytest.skip("kvferry was installed without a compiler: triton starts its kernels")
-    return start_kernel
-
-
 def test_it_asks_until_the_answer_changes(ask: Asking) -> None:
     asked = list[int]()
 
@@ -143,36 +136,27 @@ TOLD = [
 ]
 
 
-def start_with(
-    start: Callable[..., tuple[int, int]], driver: Driver, size: int = 800
-) -> tuple[int, int]:
-    return start(
-        driver.calls,
-        (1 << 41, 1 << 42, size),
-        Kernel(1 << 43, 256, 16, 5),
-        (9, 8),
-        (77, -3),
-        55,
-        66,
-    )
+def start_with(driver: Driver, size: int = 800) -> tuple[int, int]:
+    if start_kernel is None:
+        pytest.skip("kvferry was installed without a compiler: triton starts its kernels")
+    table, kernel = (1 << 41, 1 << 42, size), Kernel(1 << 43, 256, 16, 5)
+    return start_kernel(driver.calls, table, kernel, (9, 8), (77, -3), 55, 66)
 
 
-def test_a_kernel_is_started_in_three_calls(start: Callable[..., tuple[int, int]]) -> None:
+def test_a_kernel_is_started_in_three_calls() -> None:
     driver = Driver()
-    assert start_with(start, driver) == (2, 0)
+    assert start_with(driver) == (2, 0)
     assert driver.told == TOLD
 
 
-def test_nothing_is_uploaded_where_there_is_nothing(start: Callable[..., tuple[int, int]]) -> None:
+def test_nothing_is_uploaded_where_there_is_nothing() -> None:
     driver = Driver()
-    assert start_with(start, driver, size=0) == (2, 0)
+    assert start_with(driver, size=0) == (2, 0)
     assert driver.told == TOLD[1:]
 
 
 @pytest.mark.parametrize(("failing", "call"), [("upload", 0), ("launch", 1), ("record", 2)])
-def test_after_a_call_that_fails_there_is_no_other(
-    start: Callable[..., tuple[int, int]], failing: str, call: int
-) -> None:
+def test_after_a_call_that_fails_there_is_no_other(failing: str, call: int) -> None:
     driver = Driver(failing)
-    assert start_with(start, driver) == (call, 700)
+    assert start_with(driver) == (call, 700)
     assert driver.told == TOLD[: call + 1]

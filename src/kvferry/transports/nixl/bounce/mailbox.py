@@ -64,13 +64,22 @@ class Mailbox:
 
     def send(self, agent: str, messages: Sequence[BounceMessage], now: float) -> None:
         """Send messages to an agent. TransportError if the agent cannot be reached."""
-        for note in self._codec.encode(agent, messages):
-            # Prefer a connection that our own transfers use.
-            peer = self._plain.connected_to(agent)
-            if peer is not None:
+        route, peer = self._routes.get(agent), self._plain.connected_to(agent)
+        if peer is None and (route is None or now < route.retry_at):
+            raise TransportError(f"there is no route to agent {agent}")
+        try:
+            if route is not None:
+                route.used_at = now
+                if peer is None:
+                    peer, own = route.peer, NixlOffer(agent, route.metadata)
+                    self._plain.connect_agent(peer, own, [self._region])
+            assert peer is not None
+            for note in self._codec.encode(agent, messages):
                 self._plain.notify(peer, note)
-            else:
-                self._send_over_route(agent, note, now)
+        except TransportError:
+            if route is not None:
+                route.retry_at = now + RETRY_S
+            raise
 
     def forget_idle(self, now: float, busy: Collection[str]) -> None:
         """Close the routes to agents that are not `busy`, some time after their last use."""
@@ -81,15 +90,3 @@ class Mailbox:
             if agent not in busy and now > route.used_at + IDLE_S:
                 self._plain.disconnect(route.peer)
                 del self._routes[agent]
-
-    def _send_over_route(self, agent: str, note: bytes, now: float) -> None:
-        route = self._routes.get(agent)
-        if route is None or now < route.retry_at:
-            raise TransportError(f"there is no route to agent {agent}")
-        route.used_at = now
-        try:
-            self._plain.connect_agent(route.peer, NixlOffer(agent, route.metadata), [self._region])
-            self._plain.notify(route.peer, note)
-        except TransportError:
-            route.retry_at = now + RETRY_S
-            raise
