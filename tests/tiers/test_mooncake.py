@@ -118,19 +118,6 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not agents()
 
 
-def test_the_agent_gets_no_secret_of_the_engine(
-    master: MooncakeMaster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("KVFERRY_SECRET", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "OPENAI_API_KEY"):
-        monkeypatch.setenv(name, "a secret")
-    monkeypatch.setenv("MC_LOG_LEVEL", "WARNING")
-    with opened(master.address):
-        (agent,) = agents()
-        environ = agent.environ()
-    assert "a secret" not in environ.values()
-    assert (environ["MC_LOG_LEVEL"], environ["MC_RPC_TIMEOUT_MS"]) == ("WARNING", "5000")
-
-
 def test_the_engine_does_not_load_mooncake(master: MooncakeMaster) -> None:
     with opened(master.address) as tier:
         tier.find([new_key()])

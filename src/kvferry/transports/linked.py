@@ -65,6 +65,7 @@ class Link:
 
     peer: PeerId
     regions: tuple[Region, ...]
+    is_dropped: bool = field(default=False, init=False)
 
     def problem(self) -> str | None:
         """Why the peer cannot be reached any more; None as far as this side knows."""
@@ -298,7 +299,7 @@ class LinkedTransport(ABC, Generic[AnyLinkT, TransferT]):
 
     def _is_usable(self, link: AnyLinkT) -> bool:
         """Whether a link is in use and its peer can still be reached; drops the link if not."""
-        if self._links.get(link.peer) is not link:
+        if link.is_dropped:
             return False
         problem = link.problem()
         if problem is not None:
@@ -307,7 +308,8 @@ class LinkedTransport(ABC, Generic[AnyLinkT, TransferT]):
 
     def _drop(self, link: Link, why: str) -> None:
         """Stop using a link, and fail its transfers. Links that are no longer used are ignored."""
-        if self._links.get(link.peer) is link:
+        if not link.is_dropped:
+            link.is_dropped = True
             self._disconnect(self._links.pop(link.peer), why)
 
     def _cut(
