@@ -1,4 +1,4 @@
-"""The worker half of `OffloadingConnector`: builds the rank's offload worker, submits each step's
+"""The worker side of `OffloadingConnector`: builds the rank's offload worker, submits each step's
 commands and collects its events.
 
 Runs on the worker process's main thread and never blocks there.
@@ -11,8 +11,10 @@ from kvferry.config import OffloadingExtraConfig
 from kvferry.connectors.contract import (
     ConnectorConfig,
     KVCacheConfig,
+    KVConnectorMetadata,
     KVConnectorTransferResults,
     KVTensor,
+    WorkerSide,
 )
 from kvferry.connectors.geometry import geometry_of
 from kvferry.connectors.offloading.metadata import (
@@ -34,7 +36,7 @@ from kvferry.transports.base import EngineStream, HostStream
 _log = logging.getLogger(__name__)
 
 
-class OffloadingWorker:
+class OffloadingWorker(WorkerSide):
     """The connector of one tensor-parallel rank."""
 
     def __init__(
@@ -92,10 +94,7 @@ class OffloadingWorker:
         # The copier only knows addresses, which stay the same.
         self._running_worker().wait_idle()
 
-    def restore_kv_caches(self) -> None:
-        return None
-
-    def handshake_metadata(self) -> OffloadingHandshakeMetadata | None:
+    def get_handshake_metadata(self) -> OffloadingHandshakeMetadata | None:
         return self._handshake
 
     def set_wakeup(self, wake: Callable[[], None]) -> None:
@@ -103,12 +102,13 @@ class OffloadingWorker:
         if self._worker is not None:
             self._worker.set_wakeup(wake)
 
-    def start_load_kv(self, metadata: OffloadingMetadata) -> None:
+    def bind_connector_metadata(self, metadata: KVConnectorMetadata) -> None:
+        assert isinstance(metadata, OffloadingMetadata)
         self._worker_metadata.timed_step = metadata.timed_step
         if metadata.commands:
             self._running_worker().submit(metadata.commands, self._order.mark())
 
-    def get_transfer_results(self) -> KVConnectorTransferResults:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = KVConnectorTransferResults()
         for event in self._running_worker().take_events():
             match event:
@@ -123,6 +123,7 @@ class OffloadingWorker:
                     results.finished_recving.add(request)
                     if reason:
                         results.failed_recving.add(request)
+                        results.optional_failures.add(request)
                         results.failure_reasons[request] = reason
                         self._worker_metadata.failed[request] = FailedLoad(reason, missing)
                         _log.info("load from tiers failed request=%s reason=%s", request, reason)
@@ -130,7 +131,7 @@ class OffloadingWorker:
                         self._worker_metadata.times.append(LoadTime(seconds, bytes_by_tier))
         return results
 
-    def take_worker_metadata(self) -> OffloadingWorkerMetadata | None:
+    def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
         """The reports for the scheduler that `get_transfer_results` has collected."""
         metadata = self._worker_metadata
         is_busy = self._running_worker().is_busy
@@ -141,7 +142,7 @@ class OffloadingWorker:
         self._worker_metadata = OffloadingWorkerMetadata()
         return metadata
 
-    def take_stats(self) -> OffloadStats | None:
+    def get_kv_connector_stats(self) -> OffloadStats | None:
         if self._worker is None:
             return None
         stats = OffloadStats()
@@ -159,7 +160,7 @@ class OffloadingWorker:
                 self._reported[tier] = usage
         return None if stats.is_empty() else stats
 
-    def close(self) -> None:
+    def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.close()
 
