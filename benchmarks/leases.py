@@ -38,6 +38,7 @@ from kvferry.connectors.contract import (
 )
 from kvferry.connectors.factory import KVConnectorFactory
 from kvferry.connectors.stats import merge_stats
+from kvferry.engine.messages import StepPlan
 from kvferry.errors import KVFerryError
 from kvferry.transports.registry import ConfiguredTransportKit
 
@@ -146,7 +147,7 @@ class LeaseBenchEngine:
         """Make all connector calls of one engine step without tokens, in the engine's order."""
         scheduler, worker = self.scheduler, self.worker
         scheduler.has_pending_push_work()
-        metadata = scheduler.build_connector_meta(None)
+        metadata = scheduler.build_connector_meta(StepPlan(0))
         worker.handle_preemptions(metadata)
         worker.bind_connector_metadata(metadata)
         worker.start_load_kv(None)

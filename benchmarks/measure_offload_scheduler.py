@@ -65,7 +65,7 @@ class MeasuredRequest:
 @dataclass(frozen=True)
 class Slice:
     request_id: str
-    start: int
+    num_written: int
     table: list[int]
     num_tokens: int = 1
 
@@ -81,6 +81,15 @@ def median_us(call: Callable[[int], object]) -> float:
         call(number)
         times.append(time.thread_time() - began)
     return statistics.median(times) * 1e6
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """A step as the engine shows it to a connector through the contract."""
+
+    slices: list[Any]
+    preempted_req_ids: frozenset[str] = frozenset()
+    total_num_scheduled_tokens: int = NUM_RUNNING
 
 
 def make_scheduler(folder: Path, factors: dict[str, Any]) -> OffloadingScheduler:
@@ -105,7 +114,9 @@ def make_scheduler(folder: Path, factors: dict[str, Any]) -> OffloadingScheduler
     cache = KVCacheConfig(NUM_ROWS, BLOCK_SIZE, (KVCacheGroup(("layer",)),), "HND", 1, 8, "float32")
     assert isinstance(transfer.extra, OffloadingExtraConfig)
     scheduler = OffloadingScheduler(config, cache, transfer.extra)
-    scheduler.serve({0: OffloadingHandshakeMetadata(0, factors, (ROW_BYTES,))})
+    scheduler.set_xfer_handshake_metadata(
+        {0: OffloadingHandshakeMetadata(0, factors, (ROW_BYTES,))}
+    )
     return scheduler
 
 
@@ -132,7 +143,7 @@ def main() -> None:
         try:
             measure(scheduler, known, rng)
         finally:
-            scheduler.close()
+            scheduler.shutdown()
             pool.close()
 
 
@@ -142,7 +153,7 @@ def measure(scheduler: OffloadingScheduler, known: list[int], rng: random.Random
     for request in running:
         scheduler.on_new_request(request)
     for _ in range(10):
-        scheduler.build_connector_meta(decodes, (), NUM_RUNNING)
+        scheduler.build_connector_meta(MeasuredStep(decodes))
 
     prompts = [prompt(rng, PREFILL_TOKENS) for _ in range(REPEATS)]
     prefills = [MeasuredRequest(f"prefill {n}", tokens) for n, tokens in enumerate(prompts)]
@@ -150,8 +161,8 @@ def measure(scheduler: OffloadingScheduler, known: list[int], rng: random.Random
     messages = []
 
     def build(slices: list[Slice]) -> None:
-        messages.append(scheduler.build_connector_meta(slices, (), NUM_RUNNING))
-        scheduler.take_output(KVConnectorOutput())
+        messages.append(scheduler.build_connector_meta(MeasuredStep(slices)))
+        scheduler.update_connector_output(KVConnectorOutput())
 
     hashing = median_us(lambda n: scheduler.on_new_request(prefills[n]))
     steps = [[*decodes, Slice(request.request_id, PREFILL_TOKENS, table)] for request in prefills]

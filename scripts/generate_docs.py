@@ -1,5 +1,5 @@
-"""Writes the parts of docs/ that come from the code: messages, states, settings, flags, and the
-code that docs/writing-a-connector.md shows. `make docs` runs it, a check sees that it was.
+"""Writes the parts of docs/ that come from the code: messages, states, settings and flags.
+`make docs` runs it, a check sees that it was.
 
 A table stands between `<!-- begin NAME -->` and `<!-- end NAME -->`; the rest of a page is written
 by people.
@@ -10,7 +10,6 @@ import dataclasses
 import inspect
 import json
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -32,7 +31,6 @@ from kvferry.config import (
     TierConfig,
 )
 from kvferry.config.fields import described
-from kvferry.connectors import example
 from kvferry.connectors.offloading.metadata import LOOKUP_COUNTERS, TIER_COUNTERS, TIER_LEVELS
 from kvferry.protocol.consumer.states import IGNORED, TRANSITIONS
 from kvferry.router.fleet.health import HealthOptions
@@ -48,32 +46,6 @@ from kvferry.router.serving.admission import AdmissionOptions
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "kvferry"
-EXAMPLE_PARTS: dict[str, tuple[object, ...]] = {
-    "messages": (
-        example.PrefixBlocks,
-        example.ExampleMetadata,
-        example.ExampleHandshakeMetadata,
-        example.LoadsEnded,
-    ),
-    "arrival": (example.ExampleConnector.on_new_request,),
-    "lookup": (example.ExampleConnector.get_num_new_matched_tokens,),
-    "plan": (
-        example.ExampleConnector.update_state_after_alloc,
-        example.ExampleConnector.build_connector_meta,
-        example.ExampleConnector.update_connector_output,
-    ),
-    "register": (example.ExampleConnector.register_kv_caches,),
-    "step": (
-        example.ExampleConnector.start_load_kv,
-        example.ExampleConnector.save_kv_layer,
-        example.ExampleConnector.wait_for_save,
-    ),
-    "results": (
-        example.ExampleConnector.get_block_ids_with_load_errors,
-        example.ExampleConnector.build_connector_worker_meta,
-    ),
-}
-"""The code that each section of docs/writing-a-connector.md shows."""
 
 
 def main() -> int:
@@ -110,9 +82,6 @@ def generated_pages() -> dict[Path, str]:
             **{name: flag_table(name) for name in ("serve", "proxy", "register", "drain", "up")},
         },
     }
-    tables["writing-a-connector.md"] = {
-        name: source_of(*parts) for name, parts in EXAMPLE_PARTS.items()
-    }
     tables["router.md"] = {"router": router_table()}
     tables["tiers.md"] = {"metrics": tier_metrics_table()}
     return {
@@ -129,12 +98,6 @@ def fill(page: Path, parts: dict[str, str]) -> str:
             raise SystemExit(f"{page.name} has no place for the table {name}")
         text = f"{before}{begin}\n{table}\n{end}{after}"
     return text
-
-
-def source_of(*parts: Any) -> str:
-    """The source of classes and functions, as a block of code."""
-    sources = (textwrap.dedent(inspect.getsource(part)).rstrip() for part in parts)
-    return "```python\n" + "\n\n\n".join(sources) + "\n```"
 
 
 def router_table() -> str:

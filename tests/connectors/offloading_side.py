@@ -19,6 +19,8 @@ from tests.connectors.pair import (
     CacheTensor,
     EngineRequest,
     MemoryKit,
+    Slice,
+    Step,
 )
 from tests.tiers.faulty import GatedCopier
 
@@ -28,6 +30,7 @@ from kvferry.connectors.contract import (
     ConnectorConfig,
     KVCacheConfig,
     KVCacheGroup,
+    KVConnectorBase_V1,
     KVConnectorOutput,
     KVConnectorRole,
     ModelIdentity,
@@ -36,7 +39,6 @@ from kvferry.connectors.contract import (
     RequestStatus,
 )
 from kvferry.connectors.factory import KVConnectorFactory
-from kvferry.connectors.offloading.connector import OffloadingConnector
 from kvferry.connectors.offloading.events import HashedBlocks
 from kvferry.connectors.offloading.metadata import (
     EndStores,
@@ -52,22 +54,6 @@ WINDOW = KVCacheGroup(("layer.2", "layer.3"), sliding_window=6)
 TOKENS = list(range(100, 118))
 """Four blocks and two tokens."""
 MODEL = ModelIdentity("Tiny", "abc", 4, 2, 8, "float32")
-
-
-@dataclass(frozen=True)
-class Slice:
-    request_id: str
-    start: int
-    block_ids: tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True)
-class Step:
-    """What the connector reads of an engine's step."""
-
-    slices: tuple[Slice, ...] = ()
-    preempted_req_ids: frozenset[str] = frozenset()
-    total_num_scheduled_tokens: int = 0
 
 
 @dataclass
@@ -129,7 +115,7 @@ class Side:
         self.reader = Reader()
         self.num_contents_reports = 0
 
-    def _connector(self, role: KVConnectorRole, rank: int) -> OffloadingConnector:
+    def _connector(self, role: KVConnectorRole, rank: int) -> KVConnectorBase_V1:
         config = ConnectorConfig(
             self.transfer,
             MODEL,
@@ -141,7 +127,6 @@ class Side:
             publishes_kv_events=self.publishes_events,
         )
         made = KVConnectorFactory.create_connector(config, role, self.cache)
-        assert isinstance(made, OffloadingConnector)
         if self.publishes_events and role is KVConnectorRole.SCHEDULER:
             made.publish_events(describe)
         return made

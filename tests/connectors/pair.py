@@ -143,6 +143,29 @@ class MemoryKit:
 ALL_LAYERS = KVCacheGroup(("layer.0", "layer.10", "layer.2"))
 
 
+@dataclass(frozen=True)
+class Slice:
+    """An implementation of the contract's `ScheduledSlice`."""
+
+    request_id: str
+    start: int
+    block_ids: tuple[tuple[int, ...], ...]
+    num_tokens: int = 0
+
+    @property
+    def num_written(self) -> int:
+        return self.start
+
+
+@dataclass(frozen=True)
+class Step:
+    """An implementation of the contract's `Step`."""
+
+    slices: tuple[Slice, ...] = ()
+    preempted_req_ids: frozenset[str] = frozenset()
+    total_num_scheduled_tokens: int = 0
+
+
 class EngineSide:
     """One engine: the scheduler and the worker role of its connector, and its KV cache memory."""
 
@@ -196,9 +219,10 @@ class EngineSide:
         self.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): metadata})
         self.seen = KVConnectorTransferResults()
 
-    def step(self, scheduler_output: Any = None) -> None:
+    def step(self, step: Step | None = None) -> None:
         """Make the connector calls of one engine step; by default the step schedules no tokens."""
-        self.worker.bind_connector_metadata(self.scheduler.build_connector_meta(scheduler_output))
+        metadata = self.scheduler.build_connector_meta(step or Step())
+        self.worker.bind_connector_metadata(metadata)
         self.worker.start_load_kv(None)
         self.worker.wait_for_save()
         news = self.worker.get_transfer_results(set())

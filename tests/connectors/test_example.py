@@ -8,13 +8,21 @@ import resource
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.connectors.pair import BLOCK_SIZE, NUM_BLOCKS, Blocks, EngineRequest, MemoryKit
+from tests.connectors.pair import (
+    BLOCK_SIZE,
+    NUM_BLOCKS,
+    Blocks,
+    EngineRequest,
+    MemoryKit,
+    Slice,
+    Step,
+)
 from tests.tiers.forged_prefixes import forge
 from tests.tiers.storages import mounted
 
@@ -44,19 +52,6 @@ OTHER_BLOCKS = [20, 21, 22, 23, 24]
 SECRET = b"a secret of the cluster"
 
 
-@dataclass(frozen=True)
-class Slice:
-    request_id: str
-    start: int
-    num_tokens: int
-    block_ids: tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True)
-class Step:
-    slices: tuple[Slice, ...] = ()
-
-
 class Side:
     """An engine: its connector in the scheduler's role and in that of every rank."""
 
@@ -66,6 +61,7 @@ class Side:
         role: str = "kv_both",
         tp_size: int = 1,
         model: ModelIdentity = MODEL,
+        connector: dict[str, Any] | None = None,
         **cache: Any,
     ) -> None:
         heads = 2 // tp_size
@@ -78,6 +74,7 @@ class Side:
                 "kv_connector": "ExampleConnector",
                 "kv_role": role,
                 "kv_connector_extra_config": {"shared_storage_path": str(folder)},
+                **(connector or {}),
             }
         )
         self.model, self.tp_size = model, tp_size
@@ -191,7 +188,7 @@ def kv_of(tokens: Sequence[int], index: int, layer: str, rank: int) -> float:
 
 
 def whole(request: EngineRequest, blocks: Sequence[int]) -> Slice:
-    return Slice(request.request_id, 0, request.num_prompt_tokens, (tuple(blocks),))
+    return Slice(request.request_id, 0, (tuple(blocks),), request.num_prompt_tokens)
 
 
 @pytest.fixture
@@ -241,9 +238,9 @@ def test_a_prompt_that_is_computed_in_chunks_is_saved_with_the_last(tmp_path: Pa
     request = EngineRequest("p", TOKENS)
     p.ask(request)
     p.admit(request, BLOCKS, 0)
-    p.step(Slice("p", 0, 10, (tuple(BLOCKS[:3]),)), compute=lambda: p.fill(TOKENS, BLOCKS[:2]))
+    p.step(Slice("p", 0, (tuple(BLOCKS[:3]),), 10), compute=lambda: p.fill(TOKENS, BLOCKS[:2]))
     assert d.load() == 0
-    p.step(Slice("p", 10, 8, (tuple(BLOCKS),)), compute=lambda: p.fill(TOKENS, BLOCKS))
+    p.step(Slice("p", 10, (tuple(BLOCKS),), 8), compute=lambda: p.fill(TOKENS, BLOCKS))
     assert d.load(name="again") == 16
     assert all(d.has(TOKENS, index, OTHER_BLOCKS[index]) for index in range(4))
 
@@ -475,7 +472,7 @@ def test_nothing_is_saved_until_every_load_is_known_to_have_succeeded(tmp_path: 
     side.admit(request, OTHER_BLOCKS, 8)
     first = side.scheduler.build_connector_meta(Step((whole(request, OTHER_BLOCKS),)))
     second = side.scheduler.build_connector_meta(
-        Step((Slice("long", 18, 1, (tuple(OTHER_BLOCKS),)),))
+        Step((Slice("long", 18, (tuple(OTHER_BLOCKS),), 1),))
     )
     assert first.saves == second.saves == []  # type: ignore[attr-defined]
     (worker,) = side.workers
@@ -485,7 +482,7 @@ def test_nothing_is_saved_until_every_load_is_known_to_have_succeeded(tmp_path: 
     side.scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))
     side.scheduler.update_connector_output(KVConnectorOutput())
     third = side.scheduler.build_connector_meta(
-        Step((Slice("long", 19, 1, (tuple(OTHER_BLOCKS),)),))
+        Step((Slice("long", 19, (tuple(OTHER_BLOCKS),), 1),))
     )
     assert [save.block_ids for save in third.saves] == [OTHER_BLOCKS[:4]]  # type: ignore[attr-defined]
 

@@ -7,25 +7,21 @@ import sys
 from dataclasses import replace
 
 import pytest
+from tests.engine.scripted import ScriptedConnector
 
 from kvferry.config import KVTransferConfig, SideChannelConfig
 from kvferry.connectors.contract import (
     ConnectorConfig,
-    KVCacheBlocks,
     KVCacheConfig,
     KVCacheGroup,
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
     KVConnectorRole,
     ModelIdentity,
     ParallelConfig,
-    Request,
-    SupportsHMA,
     supports_hma,
 )
 from kvferry.connectors.factory import KVConnectorFactory
 from kvferry.connectors.nixl import NixlConnector
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, LocalProtocolError
 from kvferry.testing.local import LocalTransportKit
 
 
@@ -36,18 +32,18 @@ def config(name: str, module: str | None = None) -> KVTransferConfig:
     )
 
 
-def test_a_name_finds_its_class() -> None:
-    assert KVConnectorFactory.get_connector_class(config("NixlConnector")) is NixlConnector
-    assert KVConnectorFactory.get_connector_class_by_name("NixlPullConnector") is NixlConnector
+def test_a_name_finds_its_connector() -> None:
+    assert KVConnectorFactory.describe(config("NixlConnector")) is NixlConnector
+    assert KVConnectorFactory.describe(config("NixlPullConnector")) is NixlConnector
 
 
 def test_a_near_miss_is_named() -> None:
     with pytest.raises(ConfigError, match="did you mean NixlConnector"):
-        KVConnectorFactory.get_connector_class(config("NixlConector"))
+        KVConnectorFactory.describe(config("NixlConector"))
     with pytest.raises(ConfigError, match="did you mean LMCacheMPConnector"):
-        KVConnectorFactory.get_connector_class(config("LMCacheMPConector"))
+        KVConnectorFactory.describe(config("LMCacheMPConector"))
     with pytest.raises(ConfigError, match="available: "):
-        KVConnectorFactory.get_connector_class(config("zzz"))
+        KVConnectorFactory.describe(config("zzz"))
 
 
 @pytest.mark.parametrize(
@@ -60,31 +56,26 @@ def test_a_near_miss_is_named() -> None:
 )
 def test_a_connector_that_only_vllm_can_load_says_so(name: str, need: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is a connector of vLLM .*{need}.*use Offload"):
-        KVConnectorFactory.get_connector_class(config(name))
+        KVConnectorFactory.describe(config(name))
     module = "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector"
     with pytest.raises(ConfigError, match=r"cannot be imported .*check the path"):
-        KVConnectorFactory.get_connector_class(config(name, module))
+        KVConnectorFactory.describe(config(name, module))
 
 
 def test_a_module_path_wins_and_is_checked() -> None:
     assert (
-        KVConnectorFactory.get_connector_class(config("NixlConnector", "kvferry.connectors.nixl"))
+        KVConnectorFactory.describe(config("NixlConnector", "kvferry.connectors.nixl"))
         is NixlConnector
     )
     for path in ("no.such.module", "..relative"):
         with pytest.raises(ConfigError, match="cannot be imported"):
-            KVConnectorFactory.get_connector_class(config("X", path))
+            KVConnectorFactory.describe(config("X", path))
     with pytest.raises(ConfigError, match="has no connector class 'X'"):
-        KVConnectorFactory.get_connector_class(config("X", "kvferry.connectors.nixl"))
+        KVConnectorFactory.describe(config("X", "kvferry.connectors.nixl"))
     with pytest.raises(ConfigError, match="has no connector class 'dataclass'"):
-        KVConnectorFactory.get_connector_class(config("dataclass", "dataclasses"))
+        KVConnectorFactory.describe(config("dataclass", "dataclasses"))
     with pytest.raises(ConfigError, match=r"must take \(config, role, kv_cache_config\)"):
-        KVConnectorFactory.get_connector_class(config("TwoArguments", __name__))
-
-
-class TwoArguments(NixlConnector):
-    def __init__(self, config: object, role: object) -> None:
-        raise NotImplementedError
+        KVConnectorFactory.describe(config("TwoArguments", __name__))
 
 
 def test_names_are_registered_once() -> None:
@@ -99,45 +90,44 @@ def test_registration_imports_nothing() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_several_groups_need_a_connector_that_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_groups_need_a_connector_that_takes_them() -> None:
     cache = KVCacheConfig(
         8, 4, (KVCacheGroup(("a",)), KVCacheGroup(("b",))), "HND", 1, 8, "float32"
     )
-    assert supports_hma(NixlConnector)
-    assert issubclass(NixlConnector, SupportsHMA)
-    monkeypatch.setattr(KVConnectorFactory, "get_connector_class", lambda transfer: OneGroup)
+    assert NixlConnector.supports_hma
+    assert not supports_hma(ScriptedConnector)
+    one_group = connector_config("ScriptedConnector", "tests.engine.scripted")
     with pytest.raises(ConfigError, match="several KV-cache groups"):
-        KVConnectorFactory.create_connector(connector_config(), KVConnectorRole.SCHEDULER, cache)
+        KVConnectorFactory.create_connector(one_group, KVConnectorRole.SCHEDULER, cache)
     made = KVConnectorFactory.create_connector(
-        connector_config(), KVConnectorRole.SCHEDULER, replace(cache, groups=cache.groups[:1])
+        one_group, KVConnectorRole.SCHEDULER, replace(cache, groups=cache.groups[:1])
     )
-    assert isinstance(made, OneGroup)
+    assert isinstance(made, ScriptedConnector)
 
 
-class OneGroup(KVConnectorBase_V1):
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        return 0, False
-
-    def update_state_after_alloc(
-        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
-    ) -> None: ...
-    def build_connector_meta(self, scheduler_output: object) -> KVConnectorMetadata:
-        return KVConnectorMetadata()
-
-    def start_load_kv(self, forward_context: object, **kwargs: object) -> None: ...
-    def wait_for_layer_load(self, layer_name: str) -> None: ...
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: object, attn_metadata: object, **kwargs: object
-    ) -> None: ...
-    def wait_for_save(self) -> None: ...
+def test_a_call_for_the_other_role_says_which_connector_to_create() -> None:
+    cache = KVCacheConfig(8, 4, (KVCacheGroup(("a",)),), "HND", 1, 8, "float32")
+    made = {
+        role: KVConnectorFactory.create_connector(
+            connector_config("DecodeBenchConnector"), role, cache
+        )
+        for role in KVConnectorRole
+    }
+    with pytest.raises(LocalProtocolError, match=r"with KVConnectorRole\.WORKER"):
+        made[KVConnectorRole.SCHEDULER].get_handshake_metadata()
+    with pytest.raises(LocalProtocolError, match=r"with KVConnectorRole\.SCHEDULER"):
+        made[KVConnectorRole.WORKER].has_pending_block_frees()
 
 
-def connector_config() -> ConnectorConfig:
+class TwoArguments(ScriptedConnector):
+    def __init__(self, config: object, role: object) -> None:
+        raise NotImplementedError
+
+
+def connector_config(name: str = "NixlConnector", module: str | None = None) -> ConnectorConfig:
     identity = ModelIdentity("Tiny", "abc", 1, 1, 8, "float32")
     return ConnectorConfig(
-        config("NixlConnector"),
+        config(name, module),
         identity,
         ParallelConfig(),
         SideChannelConfig(),

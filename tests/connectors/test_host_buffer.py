@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.connectors.pair import Blocks, EngineRequest, EngineSide, step_until
+from tests.connectors.pair import Blocks, EngineRequest, EngineSide, Step, step_until
 
 from kvferry.connectors.contract import KVCacheGroup, RequestStatus
 from kvferry.connectors.geometry import host_buffer_bytes, host_buffer_regions
@@ -147,7 +147,7 @@ def test_blocks_are_named_in_a_grant_only_where_they_are_copied(network: MemoryN
         try:
             side.prefill(EngineRequest("a", TOKENS, status=RequestStatus.RUNNING), [5, 6, 7])
             [grant] = side.scheduler.build_connector_meta(  # type: ignore[attr-defined]
-                None
+                Step()
             ).commands
             assert grant.blocks == (((5, 6, 7),) if is_forced else ())
         finally:

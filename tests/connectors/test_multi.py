@@ -3,7 +3,7 @@ store in this process. Every test ends with nothing outstanding on either side.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,12 +13,12 @@ from tests.connectors.pair import (
     Blocks,
     EngineRequest,
     EngineSide,
+    Step,
     step_until,
 )
 from tests.connectors.store_connector import DUMMY, STORES, Store, StoreStats, child
 
 from kvferry.connectors.contract import KVConnectorTransferResults, RequestStatus
-from kvferry.connectors.multi.connector import MultiConnector
 from kvferry.connectors.multi.stats import MultiStats
 from kvferry.engine.transfer_log import ConnectorTotals
 from kvferry.errors import ConfigError
@@ -63,11 +63,10 @@ class Sides:
         self.p.shutdown()
 
     def assert_settled(self) -> None:
-        scheduler, worker = halves(self.d)
         for _ in range(2):
             self.d.step()
-        assert scheduler._scheduler.num_requests == 0  # noqa: SLF001
-        assert worker._worker.num_transfers == 0  # noqa: SLF001
+        assert cast(Any, self.d.scheduler).scheduler_side.num_requests == 0
+        assert cast(Any, self.d.worker).worker_side.num_transfers == 0
 
     def arrive(self, params: Any = None, name: str = "r") -> EngineRequest:
         request = EngineRequest(name, TOKENS, params)
@@ -96,13 +95,6 @@ class Sides:
         for _ in range(3):
             self.p.step()
             self.d.step()
-
-
-def halves(side: EngineSide) -> tuple[MultiConnector, MultiConnector]:
-    scheduler, worker = side.scheduler, side.worker
-    assert isinstance(scheduler, MultiConnector)
-    assert isinstance(worker, MultiConnector)
-    return scheduler, worker
 
 
 def put(store: Store, side: EngineSide, num_blocks: int, seed: int = 9) -> None:
@@ -447,7 +439,7 @@ def full_step(side: EngineSide) -> None:
     scheduler.has_pending_push_work()
     scheduler.has_pending_block_frees()
     scheduler.reclaim_blocks(1)
-    metadata = scheduler.build_connector_meta(None)
+    metadata = scheduler.build_connector_meta(Step())
     worker.handle_preemptions(metadata)
     worker.bind_connector_metadata(metadata)
     worker.start_load_kv(None)

@@ -4,16 +4,17 @@ Hypothesis plays children that own prefixes of a prompt, and ranks whose childre
 order, twice, or without having been asked.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.connectors.pair import Slice, Step
 from tests.connectors.store_connector import StoreWorkerMetadata
 
-from kvferry.connectors.contract import KVConnectorOutput, KVConnectorTransferResults
+from kvferry.connectors.contract import KVConnectorOutput, KVConnectorTransferResults, Request
 from kvferry.connectors.multi.children import (
     MAX_FAILURES,
     SLOW_CALL_S,
@@ -31,7 +32,7 @@ from kvferry.connectors.multi.lookup import (
 )
 from kvferry.connectors.multi.metadata import MultiMetadata, MultiWorkerMetadata
 from kvferry.connectors.multi.requests import RequestTable
-from kvferry.connectors.multi.scheduler import EngineView, MultiScheduler
+from kvferry.connectors.multi.scheduler import MultiScheduler
 from kvferry.connectors.multi.transfers import RankTransfers
 from kvferry.connectors.multi.worker import MultiWorker
 from kvferry.errors import ConfigError, TransportError
@@ -299,12 +300,12 @@ def test_a_child_loads_within_a_step_only_if_a_failure_gives_no_wrong_tokens(
     traits = ChildTraits(0, provides_dummy_kv=is_dummy)
     scheduler = MultiScheduler(
         Children([Synchronous()], ["Synchronous"], [traits]),
-        cast(EngineView, None),
         BLOCK,
         lookup_timeout_s=1.0,
         may_load_within_steps=is_safe,
     )
-    assert scheduler.get_num_new_matched_tokens(Asked("r", 100), 0) == (num_tokens, False)
+    asked = cast(Request, Asked("r", 100))
+    assert scheduler.get_num_new_matched_tokens(asked, 0) == (num_tokens, False)
 
 
 class Saver(Synchronous):
@@ -314,74 +315,34 @@ class Saver(Synchronous):
 
     def update_state_after_alloc(self, request: object, blocks: object, count: int) -> None: ...
 
-    def build_connector_meta(self, step: set[str]) -> set[str]:
-        return step
-
-
-class NameView:
-    """A view of steps that are sets of names; those in `partial` are computed in part."""
-
-    def __init__(self, partial: set[str]) -> None:
-        self._partial = partial
-
-    def without(self, scheduler_output: Any, requests: Collection[str]) -> Any:
-        return scheduler_output - set(requests)
-
-    def limited(self, request: Any, num_computed_tokens: int) -> Any:
-        return request
-
-    def partly_computed(self, scheduler_output: Any) -> set[str]:
-        return self._partial & set(scheduler_output)
-
-
-class Blocks:
-    def get_block_ids(self) -> tuple[list[int], ...]:
-        return ([1, 2, 3],)
-
-
-def scheduler_with(traits: ChildTraits, partial: set[str]) -> MultiScheduler:
-    children = Children([Saver()], ["Saver"], [traits])
-    return MultiScheduler(children, NameView(partial), BLOCK, lookup_timeout_s=1.0)
-
-
-@pytest.mark.parametrize(
-    ("saves_in_first_step", "shown"),
-    [(True, {"whole", "loads"}), (False, {"whole", "part", "loads"})],
-)
-def test_a_child_that_saves_in_the_first_step_sees_no_request_computed_in_part(
-    saves_in_first_step: bool, shown: set[str]
-) -> None:
-    traits = ChildTraits(0, saves_in_first_step=saves_in_first_step)
-    scheduler = scheduler_with(traits, {"part", "loads"})
-    # The child expects the message of a request that it loads for.
-    scheduler.get_num_new_matched_tokens(Asked("loads", 100), 0)
-    scheduler.update_state_after_alloc(Asked("loads", 100), Blocks(), 2 * BLOCK)
-    assert scheduler.build_connector_meta({"whole", "part", "loads"}).parts == (shown,)
+    def build_connector_meta(self, step: Step) -> set[str]:
+        return {part.request_id for part in step.slices}
 
 
 class Special(NamedTuple):
     request_id: str
     num_tokens: int = 100
-    lora_request: object = None
-    cache_salt: str | None = None
+    cache_salt: str | None = ""
 
 
 @pytest.mark.parametrize(
     ("request_", "num_tokens"),
     [
         (Special("plain"), 2 * BLOCK),
-        (Special("adapter", lora_request=object()), 0),
         (Special("salt", cache_salt="salt"), 0),
+        (Special("unknown", cache_salt=None), 0),
     ],
 )
 def test_a_child_that_names_kv_by_tokens_only_serves_plain_requests_only(
     request_: Special, num_tokens: int
 ) -> None:
-    scheduler = scheduler_with(ChildTraits(0, names_kv_by_tokens_only=True), set())
-    scheduler.announce("on_new_request", request_)
-    assert scheduler.get_num_new_matched_tokens(request_, 0) == (num_tokens, False)
+    children = Children([Saver()], ["Saver"], [ChildTraits(0, names_kv_by_tokens_only=True)])
+    scheduler = MultiScheduler(children, BLOCK, lookup_timeout_s=1.0)
+    scheduler.on_new_request(cast(Request, request_))
+    assert scheduler.get_num_new_matched_tokens(cast(Request, request_), 0) == (num_tokens, False)
     shown = {request_.request_id} if num_tokens else set()
-    assert scheduler.build_connector_meta({request_.request_id}).parts == (shown,)
+    step = Step((Slice(request_.request_id, 0, ()),))
+    assert scheduler.build_connector_meta(step).parts == (shown,)
 
 
 # -- the transfers of a rank --
@@ -419,8 +380,8 @@ class Loader:
 def test_the_end_of_lmcaches_load_is_also_the_end_of_its_send() -> None:
     traits = ChildTraits(0, reports_failed_blocks=True)
     worker = MultiWorker(Children([Loader()], ["Loader"], [traits]), num_groups=1)
-    worker.bind(MultiMetadata((object(),), loads={"r": (0,)}, sends={"r": (0,)}))
-    results, _ = worker.get_transfer_results({"r"})
+    worker.bind_connector_metadata(MultiMetadata((object(),), loads={"r": (0,)}, sends={"r": (0,)}))
+    results = worker.get_transfer_results({"r"})
     assert results.finished_recving == results.finished_sending == {"r"}
     assert worker.num_transfers == 0
 
@@ -451,12 +412,12 @@ class Failing(Loader):
 def end_of_step(call: str, has_drafter: bool) -> set[int]:
     """The blocks that a rank with two KV-cache groups reports as not loaded when a child fails."""
     worker = MultiWorker(Children([Failing(call)], ["Failing"], [ChildTraits(0)]), num_groups=2)
-    worker.bind(MultiMetadata((object(),), sync_blocks={0: frozenset({3})}))
+    worker.bind_connector_metadata(MultiMetadata((object(),), sync_blocks={0: frozenset({3})}))
     worker.start_load_kv(None)
     if not has_drafter:
         worker.wait_for_save()
     worker.get_transfer_results(set())
-    invalid = worker.take_invalid_blocks()
+    invalid = worker.get_block_ids_with_load_errors()
     if has_drafter:
         worker.wait_for_save()
     return invalid
@@ -478,7 +439,9 @@ def test_a_child_that_follows_lookups_sees_no_request_that_starts_over() -> None
         table.admit(request, 8, [])
     table.note_failed("failed", [1])
     table.take_finished(["failed", "fine"], [])
-    table.bar("reset")
+    # The engine goes on with one request before it resets its caches.
+    table.admit("fine", 0, [])
+    table.bar_loads()
     assert table.hidden_from(1) == {"failed", "reset"}
     assert table.hidden_from(0) == set()
 
@@ -610,10 +573,10 @@ class Listening:
 def test_messages_of_ranks_that_their_class_cannot_join_disable_one_child(wrong: Any) -> None:
     connectors = [Listening(), Listening()]
     children = Children(connectors, ["A", "B"], [ChildTraits(0), ChildTraits(1)])
-    scheduler = MultiScheduler(children, cast(EngineView, None), BLOCK, 1.0)
+    scheduler = MultiScheduler(children, BLOCK, 1.0)
     ranks = [MultiWorkerMetadata({0: [wrong], 1: [StoreWorkerMetadata(1)]}) for _ in range(3)]
     report = ranks[0].aggregate(ranks[1]).aggregate(ranks[2])
-    scheduler.take_output(KVConnectorOutput(), report, {})
+    scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))
     assert list(children.disabled) == [0]
     assert connectors[1].heard == StoreWorkerMetadata(3)
 

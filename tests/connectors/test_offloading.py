@@ -13,13 +13,12 @@ from tests.connectors.offloading_side import (
     TOKENS,
     WINDOW,
     Side,
-    Slice,
     Start,
     kv_of,
     objects,
     objects_of,
 )
-from tests.connectors.pair import DEADLINE_S, Blocks
+from tests.connectors.pair import DEADLINE_S, Blocks, Slice
 
 from kvferry.config import OffloadingExtraConfig
 from kvferry.connectors.contract import KVCacheGroup

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.connectors.event_reader import Reader
-from tests.connectors.offloading_side import FULL, TOKENS, WINDOW, Slice, Start, known, objects
-from tests.connectors.pair import EngineRequest
+from tests.connectors.offloading_side import FULL, TOKENS, WINDOW, Start, known, objects
+from tests.connectors.pair import EngineRequest, Slice
 
 from kvferry.connectors.contract import Request
 from kvferry.connectors.offloading.events import (

@@ -3,14 +3,10 @@ and resets.
 """
 
 import pytest
-from tests.connectors.offloading_side import FULL, TOKENS, WINDOW, Side, Slice, Start, probe
-from tests.connectors.pair import (
-    Blocks,
-)
+from tests.connectors.offloading_side import FULL, TOKENS, WINDOW, Side, Start, probe
+from tests.connectors.pair import Blocks, Slice
 
-from kvferry.connectors.contract import (
-    KVCacheGroup,
-)
+from kvferry.connectors.contract import KVCacheGroup
 from kvferry.connectors.offloading.metadata import EndStores
 from kvferry.errors import ConfigError
 from kvferry.protocol.tickets import HOLE
@@ -43,13 +39,13 @@ def test_a_preempted_request_stores_its_prompt_when_it_has_computed_it_again(sta
     side.copiers[0].saves.clear()
     request = side.arrive("a", TOKENS)
     side.step(Slice("a", 18, ((1, 2, 3, 4, 5),)))
-    assert not side.scheduler.is_watched("a")
+    assert not side.scheduler.needs_slices("a")
     side.step(preempted=["a"])
     assert side.commands_of(VoidStores) == [VoidStores("a")]
     # The engine computes another request in the same blocks.
     side.fill([1, 2, 3] * 6, [1, 2, 3, 4])
     side.copiers[0].saves.set()
-    assert side.scheduler.is_watched("a")
+    assert side.scheduler.needs_slices("a")
     side.step_until(lambda: "probe" in probe(side))
     side.fill(TOKENS, [6, 7, 8, 9, 10])
     request.num_computed_tokens = 18
@@ -99,7 +95,7 @@ def test_a_window_that_moves_on_during_a_copy_makes_the_store_void(start: Start)
     assert len(void.keys) == 2
     side.fill([1, 2, 3] * 6, [], [21, 22])
     side.copiers[0].saves.set()
-    side.step_until(lambda: not side.scheduler.is_watched("a"), Slice("a", 22, moved))
+    side.step_until(lambda: not side.scheduler.needs_slices("a"), Slice("a", 22, moved))
     request.num_computed_tokens = 22
     assert not side.finish(request, *moved)
     # The token after the prefix sees the chunks 2 and 3 of the window, and only a shorter prefix

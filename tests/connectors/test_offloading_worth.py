@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.connectors.offloading_side import FULL, MODEL, TOKENS, Slice, Start
-from tests.connectors.pair import BLOCK_SIZE, NUM_BLOCKS, EngineRequest, MemoryKit
+from tests.connectors.offloading_side import FULL, MODEL, TOKENS, Start
+from tests.connectors.pair import BLOCK_SIZE, NUM_BLOCKS, EngineRequest, MemoryKit, Slice, Step
 
 from kvferry.config import KVTransferConfig, OffloadingExtraConfig, SideChannelConfig
 from kvferry.connectors.contract import (
@@ -57,7 +57,7 @@ def test_a_chunk_that_one_request_computes_twice_was_needed_once(start: Start) -
 
 
 class Timed:
-    """A scheduler half with a clock of the test, and a pool that has the prompt."""
+    """A scheduler side with a clock of the test, and a pool that has the prompt."""
 
     def __init__(self, folder: Path) -> None:
         self.now = 100.0
@@ -88,26 +88,26 @@ class Timed:
             MemoryKit(MemoryNetwork()),
         )
         cache = KVCacheConfig(NUM_BLOCKS, BLOCK_SIZE, (FULL,), "HND", 1, 8, "float32")
-        self.half = OffloadingScheduler(config, cache, transfer.extra, lambda: self.now)
-        self.half.serve({0: OffloadingHandshakeMetadata(0, factors, (1000,))})
+        self.side = OffloadingScheduler(config, cache, transfer.extra, lambda: self.now)
+        self.side.set_xfer_handshake_metadata({0: OffloadingHandshakeMetadata(0, factors, (1000,))})
 
     def build(self, num_tokens: int) -> int | None:
-        return self.half.build_connector_meta((), (), num_tokens).timed_step
+        return self.side.build_connector_meta(Step((), frozenset(), num_tokens)).timed_step
 
     def output(self, step: int | None, *loads: LoadEnded) -> None:
         output = KVConnectorOutput()
         output.kv_connector_worker_meta = OffloadingWorkerMetadata(
             loads=list(loads), timed_step=step
         )
-        self.half.take_output(output)
+        self.side.update_connector_output(output)
 
     def claimed(self, name: str) -> int | None:
         request = EngineRequest(name, TOKENS)
-        self.half.on_new_request(request)
-        return self.half.get_num_new_matched_tokens(request, 0)[0]
+        self.side.on_new_request(request)
+        return self.side.get_num_new_matched_tokens(request, 0)[0]
 
     def close(self) -> None:
-        self.half.close()
+        self.side.shutdown()
         self.pool.close()
 
 

@@ -2,9 +2,7 @@
 detects when a prefill has lost its blocks.
 """
 
-from dataclasses import dataclass
-
-from tests.connectors.pair import EngineRequest
+from tests.connectors.pair import EngineRequest, Slice
 
 from kvferry.connectors.contract import KVCacheGroup, RequestStatus
 from kvferry.connectors.push_mode import PrefillStream, PrefillStreams
@@ -12,14 +10,6 @@ from kvferry.protocol.tickets import HOLE
 from kvferry.types import RequestId
 
 R = RequestId("r")
-
-
-@dataclass(frozen=True)
-class Slice:
-    request_id: str
-    start: int
-    block_ids: tuple[tuple[int, ...], ...]
-    num_tokens: int = 0
 
 
 FULL, WINDOW = KVCacheGroup(("f",)), KVCacheGroup(("w",), sliding_window=4)

@@ -3,11 +3,10 @@ preemption costs.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from tests.connectors.pair import Blocks, EngineRequest, step_until
+from tests.connectors.pair import Blocks, EngineRequest, Slice, Step, step_until
 from tests.connectors.test_push import (
     D_ID,
     P_ID,
@@ -24,18 +23,6 @@ from kvferry.transports.memory import MemoryNetwork
 
 BLOCK_BYTES = 3 * 4 * 16
 """The bytes of one block in all three layers."""
-
-
-@dataclass(frozen=True)
-class Slice:
-    request_id: str
-    start: int
-    block_ids: tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True)
-class Plan:
-    slices: tuple[Slice, ...]
 
 
 @pytest.fixture(
@@ -76,11 +63,11 @@ class Prefill:
         """Begin a step of P; `computed` tokens were computed before it."""
         self.legs.p.fill(list(self.blocks[: computed // 4]), seed=1)
         self.request.status, self.request.num_computed_tokens = RequestStatus.RUNNING, computed
-        self.legs.p.step(Plan((Slice(P_ID, computed, (self.blocks,)),)))
+        self.legs.p.step(Step((Slice(P_ID, computed, (self.blocks,)),)))
 
     def is_preempted(self) -> None:
         self.request.status, self.request.num_computed_tokens = RequestStatus.PREEMPTED, 0
-        self.legs.p.step(Plan(()))
+        self.legs.p.step(Step(()))
 
     def ends(self) -> None:
         self.legs.p.fill(list(self.blocks), seed=1)
@@ -92,7 +79,7 @@ class Prefill:
         assert self.legs.p.scheduler.request_finished_all_groups(
             self.request, (list(self.blocks),)
         ) == (False, None)
-        self.legs.p.step(Plan(()))
+        self.legs.p.step(Step(()))
 
 
 class PrefillCounts:

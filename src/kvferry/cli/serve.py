@@ -343,7 +343,7 @@ def check_before_start(options: EngineOptions, address: Address) -> None:
     """
     if options.kv_transfer is not None:
         for connector in (options.kv_transfer, *options.kv_transfer.connectors):
-            KVConnectorFactory.get_connector_class(connector)
+            KVConnectorFactory.describe(connector)
     model = read_model_config(options.model)
     model.max_model_len(options.max_model_len)
     model.check_tensor_parallel(options.tensor_parallel_size)

@@ -12,14 +12,15 @@ from typing import Any
 from kvferry.config import DecodeBenchExtraConfig
 from kvferry.connectors.contract import (
     ConnectorConfig,
+    ConnectorDescription,
     KVCacheBlocks,
     KVCacheConfig,
-    KVConnectorBase_V1,
     KVConnectorMetadata,
-    KVConnectorRole,
     KVTensor,
     Request,
-    SupportsHMA,
+    SchedulerSide,
+    Step,
+    WorkerSide,
 )
 from kvferry.protocol.tickets import HOLE
 
@@ -34,25 +35,18 @@ class FillMetadata(KVConnectorMetadata):
     blocks: tuple[list[int], ...] = field(default_factory=tuple)
 
 
-class DecodeBenchConnector(KVConnectorBase_V1, SupportsHMA):
-    """Fills the blocks of each prompt in the step that computes the prompt's last token."""
+class DecodeBenchScheduler(SchedulerSide):
+    """Lets the workers fill the blocks of each prompt in the step that computes the prompt's last
+    token.
+    """
 
-    provides_dummy_kv = True
-    requires_kv_delivery = False
-
-    def __init__(
-        self, config: ConnectorConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
-    ) -> None:
-        super().__init__(config, role, kv_cache_config)
-        assert isinstance(config.kv_transfer.extra, DecodeBenchExtraConfig)
-        self._extra = config.kv_transfer.extra
+    def __init__(self, config: ConnectorConfig, cache: KVCacheConfig) -> None:
+        self._extra = _settings(config)
+        self._cache = cache
         self._next = self._no_blocks()
-        self._caches: Mapping[str, Any] = {}
 
     def _no_blocks(self) -> FillMetadata:
-        return FillMetadata(tuple([] for _ in self._kv_cache_config.groups))
-
-    # -- scheduler --
+        return FillMetadata(tuple([] for _ in self._cache.groups))
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -64,21 +58,23 @@ class DecodeBenchConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         if not num_external_tokens or self._extra.startup_fill:
             return
-        size, end = self._kv_cache_config.block_size, request.num_tokens - 1
+        size, end = self._cache.block_size, request.num_tokens - 1
         first, last = (end - num_external_tokens) // size, -(-end // size)
         for found, table in zip(self._next.blocks, blocks.get_block_ids(), strict=True):
             found += [block for block in table[first:last] if block != HOLE]
 
-    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+    def build_connector_meta(self, scheduler_output: Step) -> FillMetadata:
         metadata, self._next = self._next, self._no_blocks()
         return metadata
 
-    def request_finished_all_groups(
-        self, request: Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return False, None
 
-    # -- worker --
+class DecodeBenchWorker(WorkerSide):
+    """Fills blocks of one rank's cache."""
+
+    def __init__(self, config: ConnectorConfig, cache: KVCacheConfig) -> None:
+        self._extra = _settings(config)
+        self._groups = cache.groups
+        self._caches: Mapping[str, Any] = {}
 
     def register_kv_caches(self, kv_caches: Mapping[str, KVTensor]) -> None:
         self._caches = kv_caches
@@ -89,10 +85,9 @@ class DecodeBenchConnector(KVConnectorBase_V1, SupportsHMA):
     def restore_kv_caches(self) -> None:
         self.register_kv_caches(self._caches)
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        assert isinstance(self._connector_metadata, FillMetadata)
-        groups = self._kv_cache_config.groups
-        for group, blocks in zip(groups, self._connector_metadata.blocks, strict=True):
+    def bind_connector_metadata(self, metadata: KVConnectorMetadata) -> None:
+        assert isinstance(metadata, FillMetadata)
+        for group, blocks in zip(self._groups, metadata.blocks, strict=True):
             for layer in group.layer_names if blocks else ():
                 rows = self._caches[layer][blocks]
                 self._fill(rows)
@@ -106,13 +101,16 @@ class DecodeBenchConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             rows.fill_(self._extra.fill_mean)
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        return None
 
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        return None
+def _settings(config: ConnectorConfig) -> DecodeBenchExtraConfig:
+    assert isinstance(config.kv_transfer.extra, DecodeBenchExtraConfig)
+    return config.kv_transfer.extra
 
-    def wait_for_save(self) -> None:
-        return None
+
+DecodeBenchConnector = ConnectorDescription(
+    DecodeBenchScheduler,
+    DecodeBenchWorker,
+    provides_dummy_kv=True,
+    requires_kv_delivery=False,
+    needs_polling=True,
+)

@@ -1,8 +1,8 @@
-"""`ExampleConnector`: the KV of prompts in a shared folder. The connector to read first.
+"""`ExampleConnector`: the KV of prompts in a shared folder.
 
 P writes each prompt's KV, layer by layer, while it computes the prompt; D reads the KV before the
 step that needs it. Both wait for the storage, so slow storage makes the engine slow: use
-`OffloadingConnector` in production. docs/writing-a-connector.md explains this module.
+`OffloadingConnector` in production. docs/writing-a-connector.md explains a shorter connector.
 """
 
 import logging
@@ -12,6 +12,7 @@ from typing import Any
 
 import safetensors.torch
 
+from kvferry.config import ExampleExtraConfig
 from kvferry.connectors import contract
 from kvferry.connectors.geometry import geometry_of
 from kvferry.connectors.offloading.metadata import OffloadStats
@@ -69,32 +70,24 @@ class Prompt:
     num_stored: int = 0  # blocks of the longest stored prefix
 
 
-class ExampleConnector(contract.KVConnectorBase_V1):
-    loads_are_optional = True
-    requires_kv_delivery = False
+def note(stats: OffloadStats, counter: str, error: OSError | None = None) -> None:
+    """Count an event, and log its error."""
+    stats.add_tiers({"example": {counter: 1}})
+    if error is not None:
+        _log.warning("%s: %s", counter.replace("_", " "), error)
 
-    def __init__(self, config: Any, role: Any, kv_cache_config: contract.KVCacheConfig) -> None:
-        super().__init__(config, role, kv_cache_config)
-        self._root: str = config.kv_transfer.extra.shared_storage_path
-        self._block_size = kv_cache_config.block_size
-        self._ranks: list[PrefixFolders] = []  # the scheduler has those of all ranks
+
+class ExampleScheduler(contract.SchedulerSide):
+    """Decides what is loaded and saved."""
+
+    def __init__(self, config: contract.ConnectorConfig, cache: contract.KVCacheConfig) -> None:
+        self._transfer = config.kv_transfer
+        self._block_size = cache.block_size
+        self._ranks: list[PrefixFolders] = []
         self._prompts: dict[str, Prompt] = {}
         self._unconfirmed: set[int] = set()  # steps with loads that may not be over
         self._step = ExampleMetadata()
-        self._caches: Mapping[str, Any] = {}
-        self._failed: list[PrefixBlocks] = []
         self._stats = OffloadStats()
-
-    def get_kv_connector_stats(self) -> OffloadStats | None:
-        stats, self._stats = self._stats, OffloadStats()
-        return None if stats.is_empty() else stats
-
-    def _note(self, counter: str, error: OSError | None = None) -> None:
-        self._stats.add_tiers({"example": {counter: 1}})
-        if error is not None:
-            _log.warning("%s: %s", counter.replace("_", " "), error)
-
-    # -- scheduler --
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
         self._ranks = [rank.folders for rank in metadata.values()]
@@ -104,7 +97,7 @@ class ExampleConnector(contract.KVConnectorBase_V1):
             chain = KeyChain(self._block_size, request.cache_salt)
             # An engine always computes the last token of a prompt.
             chain.extend(request.prompt_token_ids, request.num_prompt_tokens - 1)
-            keys, is_producer = chain.keys[0], self._config.kv_transfer.is_kv_producer
+            keys, is_producer = chain.keys[0], self._transfer.is_kv_producer
             must_save = is_producer and bool(keys) and not is_stored(self._ranks, keys[-1])
             self._prompts[request.request_id] = Prompt(keys, must_save)
 
@@ -112,13 +105,13 @@ class ExampleConnector(contract.KVConnectorBase_V1):
         self, request: contract.Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         prompt, size = self._prompts.get(request.request_id), self._block_size
-        if not (prompt and self._config.kv_transfer.is_kv_consumer) or num_computed_tokens % size:
+        if not (prompt and self._transfer.is_kv_consumer) or num_computed_tokens % size:
             return 0, False
         prompt.first = num_computed_tokens // size
         # Checked at every attempt: the files may have changed since the last one.
         prompt.num_stored, damages = find_longest(self._ranks, prompt.keys, prompt.first)
         for damage in damages:
-            self._note("refused", damage)
+            note(self._stats, "refused", damage)
         return max(0, prompt.num_stored - prompt.first) * size, False
 
     def update_state_after_alloc(
@@ -130,9 +123,9 @@ class ExampleConnector(contract.KVConnectorBase_V1):
             block_ids = blocks.get_block_ids()[0][prompt.first : end]
             key = prompt.keys[prompt.num_stored - 1]
             self._step.loads.append(PrefixBlocks(key, prompt.first, block_ids))
-            self._note("loads")
+            note(self._stats, "loads")
 
-    def build_connector_meta(self, scheduler_output: Any) -> ExampleMetadata:
+    def build_connector_meta(self, scheduler_output: contract.Step) -> ExampleMetadata:
         step, self._step = self._step, ExampleMetadata(self._step.number + 1)
         self._unconfirmed |= {step.number} if step.loads else set()
         # KV that was computed from a load that failed must not be saved, on any rank.
@@ -149,52 +142,83 @@ class ExampleConnector(contract.KVConnectorBase_V1):
         if isinstance(report, LoadsEnded):
             self._unconfirmed -= report.steps
 
-    def request_finished(self, request: contract.Request, block_ids: Any) -> tuple[bool, None]:
+    def needs_slices(self, request_id: str) -> bool:
+        return request_id in self._prompts and self._prompts[request_id].must_save
+
+    def request_finished_all_groups(
+        self, request: contract.Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, None]:
         self._prompts.pop(request.request_id, None)
         return False, None
 
     def reset_cache(self) -> None:
         self._prompts.clear()
 
-    # -- worker --
+    def get_kv_connector_stats(self) -> OffloadStats | None:
+        stats, self._stats = self._stats, OffloadStats()
+        return None if stats.is_empty() else stats
 
-    def register_kv_caches(self, kv_caches: Mapping[str, contract.KVTensor]) -> None:
-        geometry = geometry_of(self._config, self._kv_cache_config, kv_caches)
-        namespace = chunk_namespace(self._config, self._kv_cache_config, geometry, 1)
-        secret, self._caches = self._config.secret, kv_caches
-        self._ranks = [PrefixFolders(self._root, namespace, secret, geometry.num_blocks)]
+
+class ExampleWorker(contract.WorkerSide):
+    """Loads and saves the layers of one rank."""
+
+    def __init__(self, config: contract.ConnectorConfig, cache: contract.KVCacheConfig) -> None:
+        self._config, self._cache_config = config, cache
+        self._step = ExampleMetadata()
+        self._failed: list[PrefixBlocks] = []
+        self._stats = OffloadStats()
+
+    def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
+        config, self._caches = self._config, kv_caches
+        geometry = geometry_of(config, self._cache_config, kv_caches)
+        namespace = chunk_namespace(config, self._cache_config, geometry, 1)
+        assert isinstance(config.kv_transfer.extra, ExampleExtraConfig)
+        root = config.kv_transfer.extra.shared_storage_path
+        self._folders = PrefixFolders(root, namespace, config.secret, geometry.num_blocks)
 
     def get_handshake_metadata(self) -> ExampleHandshakeMetadata:
-        return ExampleHandshakeMetadata(self._ranks[0])
+        return ExampleHandshakeMetadata(self._folders)
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        assert isinstance(self._connector_metadata, ExampleMetadata)
-        self._step, self._failed = self._connector_metadata, []
+    def bind_connector_metadata(self, metadata: contract.KVConnectorMetadata) -> None:
+        assert isinstance(metadata, ExampleMetadata)
+        self._step, self._failed = metadata, []
         for load in self._step.loads:
             try:
                 for layer, cache in self._caches.items():
-                    data = self._ranks[0].read(load.key, layer)
+                    data = self._folders.read(load.key, layer)
                     rows = safetensors.torch.load(data)["kv"][load.first :][: len(load.block_ids)]
                     cache[load.block_ids] = rows.to(cache.device)
             except OSError as error:
                 self._failed.append(load)
-                self._note("failed_loads", error)
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        return None
+                note(self._stats, "failed_loads", error)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kw: Any) -> None:
-        for save in self._step.saves:
+        # A layer that shares the cache of another layer has none of its own.
+        for save in self._step.saves if layer_name in self._caches else ():
             rows = self._caches[layer_name][save.block_ids].cpu().contiguous()
-            self._ranks[0].write(save.key, layer_name, safetensors.torch.save({"kv": rows}))
+            self._folders.write(save.key, layer_name, safetensors.torch.save({"kv": rows}))
 
     def wait_for_save(self) -> None:
         for save in self._step.saves:
-            error = self._ranks[0].publish(save.key)
-            self._note("failed_stores" if error else "stores", error)
+            error = self._folders.publish(save.key)
+            note(self._stats, "failed_stores" if error else "stores", error)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return {block for load in self._failed for block in load.block_ids}
 
     def build_connector_worker_meta(self) -> LoadsEnded | None:
         return LoadsEnded(frozenset({self._step.number})) if self._step.loads else None
+
+    def get_kv_connector_stats(self) -> OffloadStats | None:
+        stats, self._stats = self._stats, OffloadStats()
+        return None if stats.is_empty() else stats
+
+
+ExampleConnector = contract.ConnectorDescription(
+    ExampleScheduler,
+    ExampleWorker,
+    loads_are_optional=True,
+    supports_hma=False,
+    requires_kv_delivery=False,
+    needs_polling=True,
+)

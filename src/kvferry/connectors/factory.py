@@ -1,5 +1,6 @@
-"""The registry that finds connector classes by name. A connector's module is imported only on
-demand.
+"""The registry that finds connectors by name. A connector's module is imported only on demand.
+
+A name stands for a `ConnectorDescription`, or for a subclass of `KVConnectorBase_V1`.
 """
 
 import difflib
@@ -8,8 +9,10 @@ import inspect
 from dataclasses import dataclass
 
 from kvferry.config import KVTransferConfig
+from kvferry.connectors.connector import Connector
 from kvferry.connectors.contract import (
     ConnectorConfig,
+    ConnectorDescription,
     KVCacheConfig,
     KVConnectorBase_V1,
     KVConnectorRole,
@@ -20,10 +23,10 @@ from kvferry.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class _RegisteredConnector:
-    """Where a registered connector class is defined."""
+    """Where a registered connector is defined."""
 
     module: str
-    class_name: str
+    name: str
 
 
 class KVConnectorFactory:
@@ -46,34 +49,29 @@ class KVConnectorFactory:
         cls, config: ConnectorConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> KVConnectorBase_V1:
         """Build the configured connector; `ConfigError` if it cannot serve this cache."""
-        connector_class = cls.get_connector_class(config.kv_transfer)
-        if kv_cache_config.has_states and not connector_class.moves_states:
-            raise ConfigError(
-                f"{config.kv_transfer.kv_connector} does not support models with state-space or "
-                "linear-attention layers; NixlConnector and NixlPushConnector do"
-            )
-        groups = kv_cache_config.groups
-        is_hybrid = len(groups) > 1 or any(group.has_local_attention for group in groups)
-        if is_hybrid and not supports_hma(connector_class):
-            raise ConfigError(
-                f"{config.kv_transfer.kv_connector} does not support models with windows or "
-                "several KV-cache groups; choose a connector "
-                "that implements SupportsHMA"
-            )
-        return connector_class(config, role, kv_cache_config)
+        found = cls._find(config.kv_transfer)
+        description = cls.describe(config.kv_transfer)
+        check_cache(config.kv_transfer.kv_connector, description, kv_cache_config)
+        if isinstance(found, type):
+            return found(config, role, kv_cache_config)
+        return Connector(description, config, role, kv_cache_config)
 
     @classmethod
-    def get_connector_class(cls, transfer: KVTransferConfig) -> type[KVConnectorBase_V1]:
+    def describe(cls, transfer: KVTransferConfig) -> ConnectorDescription:
+        """The configured connector."""
+        found = cls._find(transfer)
+        if isinstance(found, type):
+            return _description_of(found)
+        return found if found.configured is None else found.configured(transfer)
+
+    @classmethod
+    def _find(cls, transfer: KVTransferConfig) -> ConnectorDescription | type[KVConnectorBase_V1]:
         name = transfer.kv_connector
         if transfer.kv_connector_module_path is not None:
             return _load(
                 _RegisteredConnector(transfer.kv_connector_module_path, name),
                 "kv_connector_module_path",
             )
-        return cls.get_connector_class_by_name(name)
-
-    @classmethod
-    def get_connector_class_by_name(cls, name: str) -> type[KVConnectorBase_V1]:
         entry = cls._registry.get(name)
         if name in ONLY_IN_VLLM and entry is None:
             raise ConfigError(
@@ -86,6 +84,37 @@ class KVConnectorFactory:
                 f"kv_connector {name!r} is not known; {_suggestion(name, cls.registered_names())}"
             )
         return _load(entry, "kv_connector")
+
+
+def check_cache(name: str, description: ConnectorDescription, cache: KVCacheConfig) -> None:
+    """Raise `ConfigError` if the connector cannot serve this cache."""
+    if cache.has_states and not description.moves_states:
+        raise ConfigError(
+            f"{name} does not support models with state-space or linear-attention layers; "
+            "NixlConnector and NixlPushConnector do"
+        )
+    is_hybrid = len(cache.groups) > 1 or any(group.has_local_attention for group in cache.groups)
+    if is_hybrid and not description.supports_hma:
+        raise ConfigError(
+            f"{name} does not support models with windows or several KV-cache groups; choose a "
+            "connector that implements SupportsHMA"
+        )
+
+
+def _description_of(found: type[KVConnectorBase_V1]) -> ConnectorDescription:
+    """A connector class as a pair of sides, each of which is an instance of the class."""
+    return ConnectorDescription(
+        lambda config, cache: found(config, KVConnectorRole.SCHEDULER, cache),
+        lambda config, cache: found(config, KVConnectorRole.WORKER, cache),
+        honours_token_range=found.honours_token_range,
+        loads_are_optional=found.loads_are_optional,
+        provides_dummy_kv=found.provides_dummy_kv,
+        moves_states=found.moves_states,
+        supports_hma=supports_hma(found),
+        opens_side_channel=found.opens_side_channel,
+        needs_polling=found.set_wakeup is KVConnectorBase_V1.set_wakeup,
+        required_layout=found.get_required_kvcache_layout,
+    )
 
 
 ONLY_IN_VLLM = {
@@ -109,8 +138,10 @@ def _suggestion(name: str, names: list[str]) -> str:
     return f"{hint} (to load a connector of your own, set kv_connector_module_path)"
 
 
-def _load(entry: _RegisteredConnector, key: str) -> type[KVConnectorBase_V1]:
-    """Import the module and check that the class is a connector with the expected constructor."""
+def _load(entry: _RegisteredConnector, key: str) -> ConnectorDescription | type[KVConnectorBase_V1]:
+    """Import the module and check that it has the connector; a class must have the expected
+    constructor.
+    """
     try:
         module = importlib.import_module(entry.module)
     # TypeError: the path begins with a dot, as if it were relative to a package.
@@ -119,42 +150,30 @@ def _load(entry: _RegisteredConnector, key: str) -> type[KVConnectorBase_V1]:
             f"{key}: module {entry.module!r} cannot be imported ({error}); check the path and the "
             "installation"
         ) from None
-    found = getattr(module, entry.class_name, None)
+    found = getattr(module, entry.name, None)
+    if isinstance(found, ConnectorDescription):
+        return found
     if not isinstance(found, type) or not issubclass(found, KVConnectorBase_V1):
         raise ConfigError(
-            f"{key}: {entry.module} has no connector class {entry.class_name!r}; it must subclass "
-            "KVConnectorBase_V1"
+            f"{key}: {entry.module} has no connector class {entry.name!r}; it must be a "
+            "ConnectorDescription or subclass KVConnectorBase_V1"
         )
     if "kv_cache_config" not in inspect.signature(found).parameters:
         raise ConfigError(
-            f"{key}: the constructor of {entry.class_name} must take (config, role, "
-            "kv_cache_config)"
+            f"{key}: the constructor of {entry.name} must take (config, role, kv_cache_config)"
         )
     return found
 
 
-KVConnectorFactory.register_connector("NixlConnector", "kvferry.connectors.nixl", "NixlConnector")
-KVConnectorFactory.register_connector(
-    "NixlPullConnector", "kvferry.connectors.nixl", "NixlConnector"
-)
-KVConnectorFactory.register_connector(
-    "NixlPushConnector", "kvferry.connectors.nixl", "NixlPushConnector"
-)
-KVConnectorFactory.register_connector(
-    "P2pNcclConnector", "kvferry.connectors.nixl", "P2pNcclConnector"
-)
-KVConnectorFactory.register_connector(
-    "MooncakeConnector", "kvferry.connectors.nixl", "MooncakeConnector"
-)
-KVConnectorFactory.register_connector(
-    "OffloadingConnector", "kvferry.connectors.offloading.connector", "OffloadingConnector"
-)
-KVConnectorFactory.register_connector(
-    "MultiConnector", "kvferry.connectors.multi.connector", "MultiConnector"
-)
-KVConnectorFactory.register_connector(
-    "ExampleConnector", "kvferry.connectors.example", "ExampleConnector"
-)
-KVConnectorFactory.register_connector(
-    "DecodeBenchConnector", "kvferry.connectors.decode_bench", "DecodeBenchConnector"
-)
+for _name, _module, _attribute in (
+    ("NixlConnector", "nixl", "NixlConnector"),
+    ("NixlPullConnector", "nixl", "NixlConnector"),
+    ("NixlPushConnector", "nixl", "NixlPushConnector"),
+    ("P2pNcclConnector", "nixl", "P2pNcclConnector"),
+    ("MooncakeConnector", "nixl", "MooncakeConnector"),
+    ("OffloadingConnector", "offloading.connector", "OffloadingConnector"),
+    ("MultiConnector", "multi.connector", "MultiConnector"),
+    ("ExampleConnector", "example", "ExampleConnector"),
+    ("DecodeBenchConnector", "decode_bench", "DecodeBenchConnector"),
+):
+    KVConnectorFactory.register_connector(_name, f"kvferry.connectors.{_module}", _attribute)

@@ -1,4 +1,4 @@
-"""The messages between the scheduler half and the worker half of the pull and push connectors.
+"""The messages between the two sides of the pull and push connectors.
 Plain data.
 """
 
@@ -21,6 +21,8 @@ class NixlConnectorMetadata(KVConnectorMetadata):
     """The commands of one step for the transfer worker of every rank, in order."""
 
     commands: tuple[WorkerCommand, ...] = ()
+    optional_loads: frozenset[str] = frozenset()
+    """The loads that start in this step and whose failure must not fail the request."""
 
 
 @dataclass(slots=True)

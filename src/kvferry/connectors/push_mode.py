@@ -147,11 +147,11 @@ class PrefillStreams:
         for scheduled in slices:
             stream = self._streams.get(RequestId(scheduled.request_id))
             # Only full blocks: the last, partial block is still being written.
-            num_tokens = scheduled.start // self.block_size * self.block_size
+            num_tokens = scheduled.num_written // self.block_size * self.block_size
             if (
                 stream is not None
                 and num_tokens > stream.num_published
-                and scheduled.start < stream.request.num_prompt_tokens
+                and scheduled.num_written < stream.request.num_prompt_tokens
             ):
                 found.append(
                     StreamAdvance(
@@ -387,6 +387,9 @@ class PushMode:
         ):
             self._streams.add(request, self._match_id(role))
         return self.announce_prefill_leg(request, role)
+
+    def needs_slices(self, request: RequestId) -> bool:
+        return self._streams.get(request) is not None
 
     def step_commands(self, slices: Iterable[ScheduledSlice]) -> list[WorkerCommand]:
         """Withdraw the streams whose blocks the engine has taken away, and publish the blocks that

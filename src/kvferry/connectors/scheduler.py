@@ -1,5 +1,5 @@
-"""The connectors' scheduler half: checks tickets when requests arrive, issues tickets when requests
-finish, and writes the commands for the transfer workers.
+"""The scheduler side of the pull and push connectors: checks tickets when requests arrive, issues
+tickets when requests finish, and writes the commands for the transfer workers.
 
 Where pull and push differ, the scheduler asks its `TransferMode` (`transfer_mode.py`,
 `push_mode.py`) and carries out what the mode decides.
@@ -19,7 +19,7 @@ Runs on the engine's main thread and never blocks.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +34,8 @@ from kvferry.connectors.contract import (
     KVConnectorOutput,
     Request,
     RequestStatus,
-    ScheduledSlice,
+    SchedulerSide,
+    Step,
 )
 from kvferry.connectors.metadata import (
     NixlConnectorMetadata,
@@ -67,12 +68,7 @@ from kvferry.connectors.transfer_mode import (
     TransferMode,
 )
 from kvferry.errors import ConfigError, InvalidTicket, LocalProtocolError
-from kvferry.protocol.fingerprints import (
-    MAX_CHAIN_POINTS,
-    Fingerprint,
-    common_prefix,
-    fingerprint,
-)
+from kvferry.protocol.fingerprints import MAX_CHAIN_POINTS, Fingerprint, common_prefix, fingerprint
 from kvferry.protocol.handshake import ServedEngine
 from kvferry.protocol.tickets import HOLE, MAX_TICKET_NAME_CHARS, PushTicketKey, Ticket
 from kvferry.types import Address, EngineId, FailurePolicy, RequestId
@@ -104,7 +100,7 @@ _TOO_LATE = (
 _log = logging.getLogger(__name__)
 
 
-class NixlConnectorScheduler:
+class NixlConnectorScheduler(SchedulerSide):
     """The state and decisions of a connector in the process that schedules."""
 
     def __init__(
@@ -127,6 +123,8 @@ class NixlConnectorScheduler:
         self._outdated: set[RequestId] = set()
         """Live requests that arrived before the last reset: their KV may be of older weights."""
         self._commands: list[WorkerCommand] = []
+        self._optional_loads: list[RequestId] = []
+        """The optional loads that start in the next step."""
         self._side_channel: SideChannel | None = None
         self._stats = TransferStats()
         self._wake_engine: Callable[[], None] = _no_wakeup
@@ -136,7 +134,9 @@ class NixlConnectorScheduler:
     def set_wakeup(self, wake: Callable[[], None]) -> None:
         self._wake_engine = wake
 
-    def serve(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
+    def set_xfer_handshake_metadata(
+        self, metadata: Mapping[int, KVConnectorHandshakeMetadata]
+    ) -> None:
         """Open the side channel. Called when all workers have registered their caches, and again
         when they have registered them after a sleep.
         """
@@ -190,7 +190,7 @@ class NixlConnectorScheduler:
             served.epoch,
         )
 
-    def close(self) -> None:
+    def shutdown(self) -> None:
         if self._side_channel is not None:
             self._side_channel.close()
 
@@ -290,6 +290,8 @@ class NixlConnectorScheduler:
                 self._stats.count("reuse_skipped_few_tokens")
             return
         self._loads.begin(request_id, offer)
+        if offer.is_optional:
+            self._optional_loads.append(request_id)
         if offer.refusal is not None:
             self._commands.append(RejectLoad(request_id, offer.refusal))
             return
@@ -316,21 +318,21 @@ class NixlConnectorScheduler:
         needed_from = tuple(group.first_visible_token(end) for group in self._cache.groups)
         self._commands.append(StartLoad(request_id, table, first, end, needed_from))
 
-    def take_output(self, output: KVConnectorOutput) -> None:
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Process the requests that ended on every rank."""
-        if isinstance(output.kv_connector_worker_meta, NixlWorkerMetadata):
-            self._take_worker_metadata(output.kv_connector_worker_meta)
-        for request in output.finished_recving:
+        if isinstance(metadata := connector_output.kv_connector_worker_meta, NixlWorkerMetadata):
+            self._take_worker_metadata(metadata)
+        for request in connector_output.finished_recving:
             if self._loads.is_loading(RequestId(request)):
-                is_good = request not in output.failed_recving
+                is_good = request not in connector_output.failed_recving
                 self._stats.count("finished_loads" if is_good else "failed_loads")
                 if self._loads.is_optional(RequestId(request)):
                     self._stats.count("reuse_loads" if is_good else "reuse_failed_loads")
                 self._loads.end(RequestId(request), is_good)
-        for request in output.finished_sending:
+        for request in connector_output.finished_sending:
             self._end_lease(RequestId(request))
             self._mode.end_lease(RequestId(request))
-        if output.finished_sending:
+        if connector_output.finished_sending:
             self._report_held_blocks()
 
     def _take_worker_metadata(self, worker_metadata: NixlWorkerMetadata) -> None:
@@ -358,7 +360,7 @@ class NixlConnectorScheduler:
 
     # -- producer --
 
-    def request_finished(
+    def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         request_id = RequestId(request.request_id)
@@ -522,19 +524,23 @@ class NixlConnectorScheduler:
 
     # -- every step --
 
-    def has_pending_commands(self) -> bool:
+    def has_pending_push_work(self) -> bool:
         return bool(self._commands) or (
             self._side_channel is not None and self._side_channel.has_released
         )
 
-    def build_connector_meta(self, slices: Iterable[ScheduledSlice] = ()) -> NixlConnectorMetadata:
-        self._commands += self._mode.step_commands(slices)
+    def build_connector_meta(self, scheduler_output: Step) -> NixlConnectorMetadata:
+        self._commands += self._mode.step_commands(scheduler_output.slices)
         if self._side_channel is not None:
             self._commands += self._side_channel.take_released()
         commands, self._commands = tuple(self._commands), []
-        return NixlConnectorMetadata(commands)
+        optional, self._optional_loads = frozenset(self._optional_loads), []
+        return NixlConnectorMetadata(commands, optional)
 
-    def take_stats(self) -> TransferStats | None:
+    def needs_slices(self, request_id: str) -> bool:
+        return self._mode.needs_slices(RequestId(request_id))
+
+    def get_kv_connector_stats(self) -> TransferStats | None:
         if self._side_channel is not None and (dropped := self._side_channel.take_num_dropped()):
             self._stats.count("dropped_messages", dropped)
         stats, self._stats = self._stats, TransferStats()

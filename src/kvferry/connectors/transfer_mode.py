@@ -72,6 +72,9 @@ class TransferMode(Protocol):
     def add_prefill_leg(self, request: Request, role: PrefillForPeer) -> list[WorkerCommand]:
         """Note a new prefill leg, and return the commands that announce it."""
 
+    def needs_slices(self, request: RequestId) -> bool:
+        """Whether `step_commands` has a use for slices of the request."""
+
     def step_commands(self, slices: Iterable[ScheduledSlice]) -> list[WorkerCommand]:
         """Return the commands that follow from what the engine has scheduled for this step."""
 
@@ -203,6 +206,9 @@ class PullMode:
 
     def add_prefill_leg(self, request: Request, role: PrefillForPeer) -> list[WorkerCommand]:
         return []
+
+    def needs_slices(self, request: RequestId) -> bool:
+        return False
 
     def step_commands(self, slices: Iterable[ScheduledSlice]) -> list[WorkerCommand]:
         return []

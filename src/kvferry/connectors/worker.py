@@ -1,5 +1,5 @@
-"""The pull and push connectors' worker half: builds the rank's transfer worker, submits each step's
-commands to the transfer worker and collects its events.
+"""The worker side of the pull and push connectors: builds the rank's transfer worker, submits each
+step's commands to the transfer worker and collects its events.
 
 Runs on the worker process's main thread and never blocks there; all transfers happen on the thread
 of the transfer worker (docs/decisions/005-worker-thread.md).
@@ -14,8 +14,10 @@ from kvferry.config import BufferDevice, NixlExtraConfig
 from kvferry.connectors.contract import (
     ConnectorConfig,
     KVCacheConfig,
+    KVConnectorMetadata,
     KVConnectorTransferResults,
     KVTensor,
+    WorkerSide,
 )
 from kvferry.connectors.geometry import (
     compatibility_factors,
@@ -76,7 +78,7 @@ NEEDS_CACHE = (StartLoad, GrantLease, OpenStream)
 _log = logging.getLogger(__name__)
 
 
-class NixlConnectorWorker:
+class NixlConnectorWorker(WorkerSide):
     """The connector of one tensor-parallel rank."""
 
     def __init__(
@@ -89,6 +91,7 @@ class NixlConnectorWorker:
         self._registration = 0
         self._thread: TransferWorkerThread | None = None
         """None until the cache is registered, and while the engine sleeps."""
+        self._optional_loads: set[str] = set()
         self._postponed: list[WorkerCommand] = []
         """Commands that arrived while the engine sleeps, for example of new requests."""
         self._handshake: NixlHandshakeMetadata | None = None
@@ -163,7 +166,7 @@ class NixlConnectorWorker:
         postponed, self._postponed = self._postponed, []
         self._worker_thread().submit(postponed)
 
-    def handshake_metadata(self) -> NixlHandshakeMetadata | None:
+    def get_handshake_metadata(self) -> NixlHandshakeMetadata | None:
         return self._handshake
 
     def set_wakeup(self, wake: Callable[[], None]) -> None:
@@ -171,7 +174,9 @@ class NixlConnectorWorker:
         if self._thread is not None:
             self._thread.set_wakeup(wake)
 
-    def start_load_kv(self, metadata: NixlConnectorMetadata) -> None:
+    def bind_connector_metadata(self, metadata: KVConnectorMetadata) -> None:
+        assert isinstance(metadata, NixlConnectorMetadata)
+        self._optional_loads |= metadata.optional_loads
         if self._thread is None:
             # vLLM does not wake up an engine whose sleep has failed on the way, but goes on.
             if any(isinstance(each, NEEDS_CACHE) for each in metadata.commands):
@@ -183,18 +188,20 @@ class NixlConnectorWorker:
         elif metadata.commands:
             self._thread.submit(metadata.commands, self._order.mark())
 
-    def get_transfer_results(self) -> KVConnectorTransferResults:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = KVConnectorTransferResults()
         for event in () if self._thread is None else self._thread.take_events():
             self._take(event, results)
+        results.optional_failures |= self._optional_loads & results.failed_recving
+        self._optional_loads -= results.finished_recving
         return results
 
-    def take_worker_metadata(self) -> NixlWorkerMetadata | None:
+    def build_connector_worker_meta(self) -> NixlWorkerMetadata | None:
         """The reports for the scheduler that `get_transfer_results` has collected."""
         worker_metadata, self._worker_metadata = self._worker_metadata, NixlWorkerMetadata()
         return None if worker_metadata.is_empty else worker_metadata
 
-    def take_stats(self) -> TransferStats | None:
+    def get_kv_connector_stats(self) -> TransferStats | None:
         # Levels are reported only when they change, so that a step without transfers reports no
         # stats.
         held = self.snapshot()
@@ -211,7 +218,7 @@ class NixlConnectorWorker:
     def snapshot(self) -> TransferWorkerSnapshot:
         return self._thread.snapshot() if self._thread is not None else TransferWorkerSnapshot()
 
-    def close(self) -> None:
+    def shutdown(self) -> None:
         self._stop()
         self._kv_caches = {}
 

@@ -69,6 +69,11 @@ class SequenceSlice:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def num_written(self) -> int:
+        """The tokens whose KV is written before this step; the name is the contract's."""
+        return self.start
+
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:

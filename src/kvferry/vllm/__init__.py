@@ -27,16 +27,12 @@ __all__ = [
 ]
 
 _MODULES = {
-    "DecodeBenchConnector": "step_loading",
-    "ExampleConnector": "step_loading",
-    "KVFerryDecodeBenchConnector": "step_loading",
-    "KVFerryExampleConnector": "step_loading",
-    "KVFerryOffloadingConnector": "storage",
+    "KVFerryConnector": "connector",
     "MultiConnector": "multi",
-    "OffloadingConnector": "storage",
-    "P2pNcclConnector": "p2p_nccl",
+    "NixlConnector": "connector",
+    "NixlPullConnector": "connector",
 }
-"""The modules of connectors that are not in `connector.py`."""
+"""The modules of connectors that are not in `connectors.py`."""
 
 
 def __getattr__(name: str) -> Any:
@@ -44,5 +40,5 @@ def __getattr__(name: str) -> Any:
         from kvferry.vllm.release import check_release
 
         check_release()
-        return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'connector')}"), name)
+        return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'connectors')}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

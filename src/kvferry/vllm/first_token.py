@@ -3,7 +3,7 @@
 A router may then send P's token to the client and let D continue after it, as a completion whose
 prompt ends with that token (docs/decisions/062-first-token-from-p.md). The router checks the fields
 of the request; this module checks what only the engine knows. It must add no note where D could
-continue otherwise than P would. Runs in the connector's scheduler half.
+continue otherwise than P would. Runs in the connector's scheduler side.
 """
 
 from importlib.metadata import entry_points

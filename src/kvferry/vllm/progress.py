@@ -1,4 +1,4 @@
-"""The progress of prefill legs that are transferred while they are computed. Runs on the
+"""The progress of requests whose KV is transferred or saved while it is computed. Runs on the
 scheduler's thread.
 
 vLLM counts a token as computed when the token's step is scheduled. This module counts a token when
@@ -18,7 +18,7 @@ BlockTables = Callable[[str], tuple[list[int], ...]]
 
 @dataclass(slots=True)
 class PrefillProgress:
-    """The progress of one prefill leg."""
+    """The progress of one request."""
 
     request: Any
     """vLLM's request object."""
@@ -42,13 +42,24 @@ class PrefillProgress:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillSlice:
+class VllmSlice:
     """An implementation of the contract's `ScheduledSlice`."""
 
-    request_id: str
-    start: int
+    progress: PrefillProgress
+    num_tokens: int
     tables: BlockTables
-    num_tokens: int = 0
+
+    @property
+    def request_id(self) -> str:
+        return str(self.progress.request.request_id)
+
+    @property
+    def start(self) -> int:
+        return int(self.progress.request.num_computed_tokens)
+
+    @property
+    def num_written(self) -> int:
+        return self.progress.num_computed_tokens
 
     @property
     def block_ids(self) -> tuple[tuple[int, ...], ...]:
@@ -56,20 +67,29 @@ class PrefillSlice:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillSlices:
-    """The part of a step's message that kvferry's push scheduler reads."""
+class VllmStep:
+    """An implementation of the contract's `Step`, with vLLM's own object for the connectors of
+    vLLM.
+    """
 
-    slices: tuple[PrefillSlice, ...]
-    preempted_req_ids: frozenset[str] = frozenset()
-    total_num_scheduled_tokens: int = 0
+    scheduler_output: Any
+    slices: tuple[VllmSlice, ...]
+
+    @property
+    def preempted_req_ids(self) -> frozenset[str]:
+        return frozenset(self.scheduler_output.preempted_req_ids or ())
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        return int(self.scheduler_output.total_num_scheduled_tokens)
 
 
 @dataclass(slots=True)
 class PrefillProgressTable:
-    """The prefill legs of this engine, waiting or running.
+    """The requests that a connector follows, waiting or running.
 
-    Every leg that holds blocks is examined in every step, even if the step does not compute the
-    leg: an earlier step of the leg may just have ended.
+    Every request that holds blocks is examined in every step, even if the step does not compute
+    the request: an earlier step of the request may just have ended.
     """
 
     _waiting: dict[str, PrefillProgress] = field(default_factory=dict)
@@ -104,7 +124,7 @@ class PrefillProgressTable:
         """The ids and vLLM's objects of the running requests that are not parked."""
         return ((name, progress.request) for name, progress in self._running.items())
 
-    def plan(self, scheduler_output: Any, tables: BlockTables) -> PrefillSlices:
+    def plan(self, scheduler_output: Any, tables: BlockTables) -> VllmStep:
         for request_id in scheduler_output.preempted_req_ids or ():
             for started in (self._running, self._parked):
                 if request_id in started:
@@ -113,18 +133,13 @@ class PrefillProgressTable:
             if request_id in self._waiting:
                 progress = self._running[request_id] = self._waiting.pop(request_id)
                 progress.note_start(first)
-        return PrefillSlices(
+        counts = scheduler_output.num_scheduled_tokens
+        return VllmStep(
+            scheduler_output,
             tuple(
-                PrefillSlice(
-                    name,
-                    progress.num_computed_tokens,
-                    tables,
-                    scheduler_output.num_scheduled_tokens.get(name, 0),
-                )
+                VllmSlice(progress, counts.get(name, 0), tables)
                 for name, progress in self._running.items()
             ),
-            frozenset(scheduler_output.preempted_req_ids or ()),
-            int(scheduler_output.total_num_scheduled_tokens),
         )
 
 

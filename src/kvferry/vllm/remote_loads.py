@@ -25,26 +25,11 @@ class RemoteLoads:
     """Requests whose load has ended; vLLM may not have looked at them since."""
     _void: set[str] = field(default_factory=set)
     """Loads in progress whose KV must not be used; other ranks may still be loading."""
-    _unannounced: list[str] = field(default_factory=list)
-    """Optional loads that the next step's message will announce to the workers."""
-
-    @property
-    def request_ids(self) -> set[str]:
-        """The requests whose KV `reset` voids."""
-        return self._loading.keys() | self._loaded.keys()
 
     def begin(self, request: Any) -> None:
         self._loading[request.request_id] = request
         # A request that was preempted since its last load may load again.
         self._loaded.pop(request.request_id, None)
-
-    def announce_optional(self, request_id: str) -> None:
-        self._unannounced.append(request_id)
-
-    def take_unannounced(self) -> tuple[str, ...]:
-        """Remove and return the optional loads that the workers do not know yet."""
-        unannounced, self._unannounced = tuple(self._unannounced), []
-        return unannounced
 
     def note_failed(self, request_ids: Collection[str]) -> None:
         """Note optional loads that failed on some rank."""
@@ -85,25 +70,3 @@ def _start_over(request: Any, manager: Any) -> None:
     if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
         manager.free(request)
         request.num_computed_tokens = 0
-
-
-@dataclass(slots=True)
-class OptionalLoadFailures:
-    """The optional loads in progress on one worker, and the failures to report to the scheduler."""
-
-    _optional: set[str] = field(default_factory=set)
-    _failed: set[str] = field(default_factory=set)
-
-    def add_optional(self, request_ids: Collection[str]) -> None:
-        self._optional.update(request_ids)
-
-    def remove_optional(self, finished: Collection[str], failed: set[str]) -> set[str]:
-        """Remove the optional loads from `failed` and return the failures to report to vLLM."""
-        excused = self._optional & failed
-        self._failed |= excused
-        self._optional.difference_update(finished)
-        return failed - excused
-
-    def take_failed(self) -> frozenset[str]:
-        failed, self._failed = frozenset(self._failed), set()
-        return failed

@@ -18,7 +18,7 @@ _FAILED = "the load failed; the worker's log has the reason"
 
 
 class ConnectorTracer:
-    """Writes the spans of one connector's scheduler half."""
+    """Writes the spans of one connector's scheduler side."""
 
     def __init__(self) -> None:
         self._transfers = TransferTracer(vllm_span_writer())

@@ -56,12 +56,13 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from kvferry.connectors.decode_bench import DecodeBenchConnector
-from kvferry.connectors.example import ExampleConnector
+from kvferry.connectors.decode_bench import DecodeBenchScheduler
+from kvferry.connectors.example import ExampleScheduler
+from kvferry.connectors.multi.scheduler import MultiScheduler
+from kvferry.connectors.multi.worker import MultiWorker
 from kvferry.connectors.offloading.scheduler import OffloadingScheduler
 from kvferry.connectors.push_mode import PushMode
-from kvferry.vllm.connector import KVFerryConnector
-from kvferry.vllm.multi import MultiConnector
+from kvferry.vllm.foreign import ForeignConnector
 from kvferry.worker.worker import TransferWorkerSnapshot
 
 try:
@@ -527,9 +528,7 @@ class Engine:
     @property
     def transfer_worker(self) -> TransferWorkerSnapshot:
         # Only tests read this private state.
-        snapshot: TransferWorkerSnapshot = (
-            _own(self.worker)._inner._worker_half.snapshot()  # noqa: SLF001
-        )
+        snapshot: TransferWorkerSnapshot = _own_side(self.worker.worker_side).snapshot()
         return snapshot
 
     @property
@@ -564,18 +563,18 @@ class Engine:
             ],
             "partly reported": self.aggregator._recv_remaining_count  # noqa: SLF001
             | self.aggregator._send_remaining_count,  # noqa: SLF001
-            "shared requests": _in_multi(scheduler.connector),
-            "shared transfers": _in_multi(self.worker),
+            "shared requests": getattr(scheduler.connector.scheduler_side, "num_requests", 0),
+            "shared transfers": getattr(self.worker.worker_side, "num_transfers", 0),
         }
-        own = _own(scheduler.connector)._inner  # noqa: SLF001
-        if isinstance(own, ExampleConnector):
+        own = _own_side(scheduler.connector.scheduler_side)
+        if isinstance(own, ExampleScheduler):
             held |= {"prompts": own._prompts, "unconfirmed": own._unconfirmed}  # noqa: SLF001
-        elif isinstance(own, DecodeBenchConnector):
+        elif isinstance(own, DecodeBenchScheduler):
             held |= {"fills": [*own._next.blocks[0]]}  # noqa: SLF001
-        elif isinstance(own._scheduler_half, OffloadingScheduler):  # noqa: SLF001
-            held |= self._held_for_tiers(own._scheduler_half)  # noqa: SLF001
+        elif isinstance(own, OffloadingScheduler):
+            held |= self._held_for_tiers(own)
         else:
-            held |= self._held_for_peers(own._scheduler_half)  # noqa: SLF001
+            held |= self._held_for_peers(own)
         return {name: value for name, value in held.items() if value}
 
     def _held_for_peers(self, half: Any) -> dict[str, Any]:
@@ -591,20 +590,20 @@ class Engine:
             "registrations": self.transfer_worker.registrations,
             "published": mode._published if pushes else {},  # noqa: SLF001
             "streams": (len(mode._streams) if pushes else 0)  # noqa: SLF001
-            + len(getattr(_own(self.scheduler.connector), "_prefills", ())),
+            + len(self.scheduler.connector._prefills),  # noqa: SLF001
         }
 
     def _held_for_tiers(self, half: OffloadingScheduler) -> dict[str, Any]:
         loads = half._loads  # noqa: SLF001
         assert loads._lookup is not None  # noqa: SLF001
-        jobs = _own(self.worker)._inner._worker_half._worker._jobs  # noqa: SLF001
+        jobs = _own_side(self.worker.worker_side)._worker._jobs  # noqa: SLF001
         return {
             "tracked": dict(half._tracked),  # noqa: SLF001
             "failed": dict(loads._missing),  # noqa: SLF001
             "commands": list(half._commands),  # noqa: SLF001
             "queries": dict(loads._lookup._queries),  # noqa: SLF001
             "jobs": not jobs.is_idle,
-            "streams": len(_own(self.scheduler.connector)._prefills),  # noqa: SLF001
+            "streams": len(self.scheduler.connector._prefills),  # noqa: SLF001
         }
 
     def close(self) -> None:
@@ -612,21 +611,13 @@ class Engine:
         self.worker.shutdown()
 
 
-def _own(connector: Any) -> Any:
-    """kvferry's connector between engines, alone or in a MultiConnector."""
-    children = getattr(connector, "children", ())
+def _own_side(side: Any) -> Any:
+    """kvferry's side of a connector, alone or the first one in a MultiConnector."""
+    if not isinstance(side, MultiScheduler | MultiWorker):
+        return side
+    children = side._children  # noqa: SLF001
     found = [children[index] for index in range(len(children))]
-    return next((child for child in found if isinstance(child, KVFerryConnector)), connector)
-
-
-def _in_multi(connector: Any) -> int:
-    """What kvferry's MultiConnector still waits for."""
-    if not isinstance(connector, MultiConnector):
-        return 0
-    scheduler, worker = connector._scheduler_half, connector._worker_half  # noqa: SLF001
-    return (0 if scheduler is None else scheduler.num_requests) + (
-        0 if worker is None else worker.num_transfers
-    )
+    return next((child for child in found if not isinstance(child, ForeignConnector)), side)
 
 
 def run_until(condition: Callable[[], bool], *engines: Engine) -> None:

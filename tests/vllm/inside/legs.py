@@ -32,7 +32,7 @@ class Legs:
         self.source = self.p.prefill("asked first", [1, 2, 3])
         assert "remote_epoch" in self.source, "only an engine that pushes reports it"
         # Release the blocks, as a router does when its client has left. vLLM has no such call.
-        self.p.scheduler.connector._inner.request_abandoned("asked first")  # noqa: SLF001
+        self.p.scheduler.connector.scheduler_side.request_abandoned("asked first")
         run_until(lambda: not self.p.remains(), self.p)
 
     def ticket(self) -> str:

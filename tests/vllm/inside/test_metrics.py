@@ -12,7 +12,7 @@ from kvferry.connectors.offloading.metadata import TIER_COUNTERS, OffloadStats
 from kvferry.router.fleet.instance_metrics import read_metrics
 from kvferry.router.fleet.tier_metrics import LookupCounters, TierCounters, TierLevels
 from kvferry.tiers.base import TierUsage
-from kvferry.vllm.connector import KVFerryConnector, KVFerryPushConnector
+from kvferry.vllm import KVFerryConnector, KVFerryPushConnector
 from kvferry.vllm.offload_metrics import OffloadPromMetrics
 
 

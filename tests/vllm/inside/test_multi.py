@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from copy import copy
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,11 +23,18 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, SupportsHMA
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.core.sched.output import CachedRequestData
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from kvferry.connectors.multi.requests import LimitedStep
 from kvferry.errors import ConfigError
 from kvferry.router.fleet.instance_metrics import read_metrics
 from kvferry.vllm.connector import KVFerryConnector
-from kvferry.vllm.multi import MultiConnector, child_configs, traits_of
+from kvferry.vllm.foreign import ForeignConnector
+from kvferry.vllm.multi import MultiConnector, child_configs
+from kvferry.vllm.progress import VllmStep
+from kvferry.vllm.salts import CacheSalts
+from kvferry.vllm.translate import BlocksView, VllmRequestView
 
 PULL = {
     "kv_connector": "NixlConnector",
@@ -353,7 +361,7 @@ def test_a_child_that_raises_harms_no_request(
 
 def test_dummy_kv_of_decode_bench_is_never_saved(start_engine: StartEngine, store: Store) -> None:
     d = start_engine("d", kv=multi(PULL, kept_in("d"), DUMMY))
-    assert traits_of(0, type(d.worker.children[2])).provides_dummy_kv
+    assert d.worker.children.traits[2].provides_dummy_kv
     for name in ("b", "c"):
         # The second request finds the first one's blocks in vLLM's prefix cache.
         d.add(name, prompt(100), {"do_remote_decode": True})
@@ -363,6 +371,46 @@ def test_dummy_kv_of_decode_bench_is_never_saved(start_engine: StartEngine, stor
     d.wrong_slots.clear()
     settle(d)
     assert store.blocks == {}
+
+
+# -- what a connector of vLLM is shown --
+
+
+class Recorder:
+    """A connector that is shown steps, and loads for the request `loads`."""
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, count: int) -> None: ...
+
+    def build_connector_meta(self, step: Any) -> set[str]:
+        assert set(step.num_scheduled_tokens) == {new.req_id for new in step.scheduled_new_reqs}
+        return set(step.num_scheduled_tokens)
+
+
+@pytest.mark.parametrize(
+    ("saves_in_first_step", "shown"),
+    [(True, {"whole", "loads"}), (False, {"whole", "part", "loads"})],
+)
+def test_a_child_that_saves_in_the_first_step_sees_no_request_computed_in_part(
+    model: Path, saves_in_first_step: bool, shown: set[str]
+) -> None:
+    child = ForeignConnector(Recorder(), saves_in_first_step=saves_in_first_step)
+    # The child expects the message of a request that it loads for.
+    request = VllmRequestView(
+        SimpleNamespace(request_id="loads"), CacheSalts.from_config(_config(model, multi(PULL)))
+    )
+    child.update_state_after_alloc(request, BlocksView(None), 32)
+    counts = {"whole": 64, "part": 32, "loads": 32, "hidden": 64}
+    step = SimpleNamespace(
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=name, num_computed_tokens=0, prompt_token_ids=prompt(64))
+            for name in counts
+        ],
+        scheduled_cached_reqs=CachedRequestData.make_empty(),
+        num_scheduled_tokens=counts,
+        scheduled_spec_decode_tokens={},
+        scheduled_encoder_inputs={},
+    )
+    assert child.build_connector_meta(LimitedStep(VllmStep(step, ()), {"hidden"})) == shown
 
 
 # -- configuration --
@@ -386,7 +434,7 @@ def test_a_connector_whose_package_is_missing_says_what_to_install(model: Path, 
     child = {"kv_connector": name, "kv_role": "kv_both"}
     config.kv_transfer_config = KVTransferConfig(**{**multi(child), "kv_role": "kv_both"})
     with pytest.raises(ConfigError, match=f"{name} cannot be loaded .* it needs "):
-        MultiConnector(config, KVConnectorRole.SCHEDULER, None)
+        MultiConnector(config, KVConnectorRole.SCHEDULER, KVCacheConfig(1, [], []))
 
 
 def _config(model: Path, kv: dict[str, Any]) -> Any:

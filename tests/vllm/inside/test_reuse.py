@@ -87,13 +87,13 @@ def goes_on(tokens: Sequence[int], seed: int = 0) -> list[int]:
 
 def retained_turns(engine: Engine) -> int:
     # Only tests read this private state.
-    return len(engine.scheduler.connector._inner._scheduler_half._retained)  # noqa: SLF001
+    return len(engine.scheduler.connector.scheduler_side._retained)  # noqa: SLF001
 
 
 def let_all_go(*engines: Engine) -> None:
     """Evict all retained turns, and check that the engines then hold nothing."""
     for engine in engines:
-        engine.scheduler.connector._inner.reclaim_blocks(1000)  # noqa: SLF001
+        engine.scheduler.connector.scheduler_side.reclaim_blocks(1000)
     run_until(lambda: not any(engine.remains() for engine in engines), *engines)
     assert [engine.wrong_slots for engine in engines] == [[]] * len(engines)
 
@@ -133,7 +133,7 @@ def test_p_fetches_while_d_is_registered_for_what_it_computes(start_engine: Star
     p.add("second", tokens, {**kept, "push_ticket": ticket}, max_tokens=1)
     assert finish(d, "second", p) == greedy(tokens, ANSWER)
     assert p.loaded_tokens == 70 + ANSWER - 1
-    p.scheduler.connector._inner.request_abandoned("source")  # noqa: SLF001  vLLM has no such call
+    p.scheduler.connector.scheduler_side.request_abandoned("source")
     let_all_go(p, d)
 
 
@@ -199,7 +199,7 @@ def test_a_p_without_the_setting_computes_and_gives_the_blocks_back(
     finish(p, "second", d)
     assert p.loaded_tokens == 0
     run_until(lambda: not d.remains(), p, d)
-    p.scheduler.connector._inner.request_abandoned("second")  # noqa: SLF001  vLLM has no such call
+    p.scheduler.connector.scheduler_side.request_abandoned("second")
     let_all_go(p, d)
 
 
@@ -298,7 +298,7 @@ def test_caches_that_are_reset_keep_no_turns(start_engine: StartEngine) -> None:
     p.add("second", goes_on(prompt(70)), kept, max_tokens=1)
     finish(p, "second", d)
     assert p.loaded_tokens == 0
-    p.scheduler.connector._inner.request_abandoned("second")  # noqa: SLF001  vLLM has no such call
+    p.scheduler.connector.scheduler_side.request_abandoned("second")
     let_all_go(p, d)
 
 
@@ -321,7 +321,7 @@ def test_a_request_that_cannot_be_told_yet_holds_up_no_other(start_engine: Start
     assert finish(p, "other") == greedy(prompt(50), 8)
     assert p.answers["second"].finish is None
     assert finish(p, "second") == greedy(tokens, 1)
-    p.scheduler.connector._inner.request_abandoned("second")  # noqa: SLF001  vLLM has no such call
+    p.scheduler.connector.scheduler_side.request_abandoned("second")
     let_all_go(p)
 
 
@@ -361,5 +361,5 @@ def test_a_fetch_that_fails_is_computed_whatever_the_policy(
     assert p.answers["pulled"].finish == ("error" if policy == "fail" else "length")
     for engine, name in ((p, "second"), (d, "pulled")):
         # vLLM has no call that reports an abandoned request.
-        engine.scheduler.connector._inner.request_abandoned(name)  # noqa: SLF001
+        engine.scheduler.connector.scheduler_side.request_abandoned(name)
     let_all_go(p, d)

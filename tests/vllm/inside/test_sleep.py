@@ -18,13 +18,7 @@ from tests.vllm.inside.store import STORES, Store, StoreConnector
 from tests.vllm.inside.test_life_cycle import finish, greedy, prompt, settle
 from tests.vllm.inside.test_multi import OFFLOADING, PULL, STOCK_NIXL, kept_in, multi
 from tests.vllm.inside.test_offloading import copiers as copiers
-from tests.vllm.inside.test_reuse import (
-    goes_on,
-    let_all_go,
-    retained_turns,
-    settings,
-    take_turn,
-)
+from tests.vllm.inside.test_reuse import goes_on, let_all_go, retained_turns, settings, take_turn
 from vllm.config import KVTransferConfig, VllmConfig
 
 from kvferry.connectors import scheduler as scheduler_half
@@ -184,7 +178,7 @@ def test_retained_turns_do_not_delay_a_sleep(start_engine: StartEngine) -> None:
     p.add("second", tokens, {**kept, "do_remote_decode": True}, max_tokens=1)
     assert finish(p, "second", core.engine) == greedy(tokens, 1)
     assert p.moved_bytes == 0
-    p.scheduler.connector._inner.request_abandoned("second")  # noqa: SLF001  vLLM has no such call
+    p.scheduler.connector.scheduler_side.request_abandoned("second")
     let_all_go(p, core.engine)
 
 
@@ -208,7 +202,7 @@ def test_requests_that_arrive_during_a_sleep_are_served_after_it(start_engine: S
     finish(p, "c")
     d.add("e", prompt(90, start=20), p.prefill("f", prompt(90, start=20)))
     assert finish(d, "e", p) == greedy(prompt(90, 20), 4)
-    p.scheduler.connector._inner.request_abandoned("c")  # noqa: SLF001
+    p.scheduler.connector.scheduler_side.request_abandoned("c")
     settle(p, d)
 
 

@@ -1,7 +1,7 @@
 """What the tiers cost the engine's thread: the connector's calls for a lookup and for storing,
 with few and with many blocks in the host pool.
 
-Both halves of the connector are real, with their pool and threads, in this process. There is no
+Both sides of the connector are real, with their pool and threads, in this process. There is no
 model: this module makes the calls of an engine, and measures these calls alone. An engine whose
 ranks are processes of their own pickles the message of each step, and its thread does not make the
 calls of the worker half: those steps are measured too.
@@ -27,10 +27,11 @@ from kvferry.connectors.contract import (
     KVCacheConfig,
     KVCacheGroup,
     KVConnectorOutput,
-    KVConnectorRole,
     ModelIdentity,
     ParallelConfig,
     RequestStatus,
+    SchedulerSide,
+    WorkerSide,
 )
 from kvferry.connectors.offloading.connector import OffloadingConnector
 from kvferry.errors import KVFerryError
@@ -138,7 +139,7 @@ class _Request:
 @dataclass(frozen=True, slots=True)
 class _Slice:
     request_id: str
-    start: int
+    num_written: int
     block_ids: tuple[tuple[int, ...], ...]
 
 
@@ -191,10 +192,10 @@ class _CallClock:
 
 @dataclass(slots=True)
 class _Engine:
-    """Both halves of the connector, and the calls of an engine."""
+    """Both sides of the connector, and the calls of an engine."""
 
-    scheduler: OffloadingConnector
-    worker: OffloadingConnector
+    scheduler: SchedulerSide
+    worker: WorkerSide
     finished: set[str] = field(default_factory=set)
     """Requests whose stores or loads have ended."""
     num_requests: int = 0
@@ -210,7 +211,6 @@ class _Engine:
         call, scheduler, worker = self.clock.call, self.scheduler, self.worker
         metadata = call(_Part.SCHEDULER, scheduler.build_connector_meta, _Step(slices))
         call(_Part.WORKER, worker.bind_connector_metadata, metadata)
-        call(_Part.WORKER, worker.start_load_kv, None)
         _spin(compute_s)
         results = call(_Part.WORKER, worker.get_transfer_results, set())
         output = KVConnectorOutput(
@@ -225,7 +225,6 @@ class _Engine:
         if results.failed_recving:
             raise KVFerryError(f"a load failed: {results.failure_reasons}")
         self.finished |= results.finished_sending | results.finished_recving
-        self.worker.clear_connector_metadata()
 
     def wait_for(self, request: _Request) -> None:
         """Step until the stores or the load of a request have ended."""
@@ -246,7 +245,7 @@ class _Engine:
         self.finish(request)
 
     def finish(self, request: _Request) -> None:
-        is_kept, _ = self.scheduler.request_finished(request, BLOCK_IDS)
+        is_kept, _ = self.scheduler.request_finished_all_groups(request, (BLOCK_IDS,))
         if is_kept:
             self.wait_for(request)
         else:
@@ -289,7 +288,7 @@ def _engine(pool_blocks: int) -> Iterator[_Engine]:
             kit,
             memory,
         )
-        worker = OffloadingConnector(config, KVConnectorRole.WORKER, cache)
+        worker = OffloadingConnector.make_worker(config, cache)
         with closing(_Closed(worker)):
             shape = (PROMPT_BLOCKS, 1, BLOCK_SIZE, WIDTH)
             worker.register_kv_caches(
@@ -298,7 +297,7 @@ def _engine(pool_blocks: int) -> Iterator[_Engine]:
                     for n, name in enumerate(LAYERS)
                 }
             )
-            scheduler = OffloadingConnector(config, KVConnectorRole.SCHEDULER, cache)
+            scheduler = OffloadingConnector.make_scheduler(config, cache)
             with closing(_Closed(scheduler)):
                 metadata = worker.get_handshake_metadata()
                 assert metadata is not None
@@ -309,7 +308,7 @@ def _engine(pool_blocks: int) -> Iterator[_Engine]:
 
 @dataclass(frozen=True, slots=True)
 class _Closed:
-    connector: OffloadingConnector
+    connector: SchedulerSide | WorkerSide
 
     def close(self) -> None:
         self.connector.shutdown()

@@ -25,6 +25,7 @@ import msgspec
 
 from kvferry.connectors.contract import KVConnectorTransferResults
 from kvferry.connectors.multi.lookup import ChildTraits
+from kvferry.connectors.multi.stats import MultiStats
 from kvferry.connectors.stats import KVConnectorStats
 from kvferry.errors import ConfigError
 from kvferry.events import TransferTimes
@@ -224,6 +225,15 @@ class Children:
         self.close(child)
         self._on_disabled(child, reason)
 
+    def take_stats(self, own_counts: dict[str, dict[str, int]]) -> MultiStats | None:
+        """The stats of all children, with the counters of this role."""
+        stats = MultiStats()
+        for child, part in self.call_each("get_kv_connector_stats"):
+            if part is not None:
+                stats.add(self.names[child], part)
+        stats.counts |= self.take_counts() | own_counts
+        return None if stats.is_empty() else stats
+
     def take_counts(self) -> dict[str, dict[str, int]]:
         """The exceptions and the slow calls of each child since the last call."""
         counts = {
@@ -283,6 +293,7 @@ def _results(part: Any) -> KVConnectorTransferResults:
         set(part.finished_recving),
         set(part.failed_recving),
         dict(getattr(part, "failure_reasons", {})),
+        set(getattr(part, "optional_failures", ())),
         dict(getattr(part, "given_up_recving", {})),
         times,
     )
@@ -316,7 +327,6 @@ _CHECKS: Mapping[str, Callable[[Any], Any]] = {
     "get_external_cache_hit_sources": lambda answer: {
         source: operator.index(count) for source, count in answer.items()
     },
-    "request_finished": _finish,
     "request_finished_all_groups": _finish,
     "get_transfer_results": _results,
     "get_block_ids_with_load_errors": _ids,

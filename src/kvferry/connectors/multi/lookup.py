@@ -44,10 +44,8 @@ class ChildTraits:
     """The child would give a request the KV of another adapter or salt, so it is not told of
     requests that have one.
     """
-    saves_in_first_step: bool = False
-    """The child saves a prompt in the first step of its request, computed or not. So the child must
-    not see a request of which that step computes only a part.
-    """
+    needs_polling: bool = False
+    """The child cannot wake the engine when a transfer has ended."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,9 @@ told of the end of the load when the last child has finished.
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
+from kvferry.connectors.contract import Request, RequestStatus, ScheduledSlice, Step
 from kvferry.connectors.multi.lookup import LoadPlan, TokenRange
 
 
@@ -30,6 +32,8 @@ class RequestState:
     """False from the start of a load until all of it has arrived: the engine may count tokens as
     computed whose KV is not there.
     """
+    awaits_load: bool = False
+    """The engine has not gone on with the request since its last load between steps began."""
     failed: set[int] = field(default_factory=set)
     """Children that failed to load for this request."""
     is_barred: bool = False
@@ -134,6 +138,7 @@ class RequestTable:
             state.loading = {part.child for part in accepted.ranges}
             state.given_up = set()
         state.is_complete = not state.loading
+        state.awaits_load = accepted.is_async
         chosen = [part.child for part in accepted.ranges if part.child in dummies]
         if chosen:
             state.dummy_child = chosen[0]
@@ -143,10 +148,11 @@ class RequestTable:
         self._has_loaded_dummy = self._has_loaded_dummy or bool(chosen)
         return accepted
 
-    def bar(self, request: str) -> None:
-        """Let the engine compute a request from now on."""
-        if request in self._states:
-            self._bar(self._states[request])
+    def bar_loads(self) -> None:
+        """Let the engine compute the requests that are loading or have just loaded."""
+        for state in self._states.values():
+            if state.awaits_load:
+                self._bar(state)
 
     def _bar(self, state: RequestState) -> None:
         state.is_barred = True
@@ -224,3 +230,33 @@ class RequestTable:
         news.recving.add(state.request)
         if state.is_finished:
             self.forget(state.request)
+
+
+# -- what a child is shown --
+
+
+@dataclass(frozen=True, slots=True)
+class LimitedRequest:
+    """A request as if it had been aborted after `num_computed_tokens` tokens."""
+
+    request: Request
+    num_computed_tokens: int
+    status: RequestStatus = RequestStatus.FINISHED_ABORTED
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.request, name)
+
+
+@dataclass(frozen=True, slots=True)
+class LimitedStep:
+    """A step without the slices of some requests."""
+
+    step: Step
+    hidden: Collection[str]
+
+    @property
+    def slices(self) -> tuple[ScheduledSlice, ...]:
+        return tuple(part for part in self.step.slices if part.request_id not in self.hidden)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.step, name)

@@ -1,46 +1,47 @@
-"""The scheduler's role of a `MultiConnector`, in the embedded engine and in vLLM.
-
-Both engines make the same calls with the same names, so this class takes the requests, blocks and
-outputs of either; `EngineView` is the part that differs. Every call of a child is isolated
-(`children.py`). Runs on the engine's main thread and never blocks.
+"""The scheduler side of a `MultiConnector`. Every call of a child is isolated (`children.py`). Runs
+on the engine's main thread and never blocks.
 """
 
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
+from kvferry.connectors.contract import (
+    KVCacheBlocks,
+    KVConnectorHandshakeMetadata,
+    KVConnectorOutput,
+    Request,
+    SchedulerSide,
+    Step,
+)
 from kvferry.connectors.multi.children import Children
 from kvferry.connectors.multi.lookup import LoadPlan, PendingLookups, find_plan
-from kvferry.connectors.multi.metadata import MultiMetadata, MultiWorkerMetadata
-from kvferry.connectors.multi.requests import FinishedTransfers, RequestState, RequestTable
+from kvferry.connectors.multi.metadata import (
+    MultiHandshakeMetadata,
+    MultiMetadata,
+    MultiWorkerMetadata,
+)
+from kvferry.connectors.multi.requests import (
+    LimitedRequest,
+    LimitedStep,
+    RequestState,
+    RequestTable,
+)
+from kvferry.connectors.multi.stats import MultiStats
 
 _log = logging.getLogger(__name__)
 
 
-class EngineView(Protocol):
-    """How one engine's objects are shown to a child with something left out."""
-
-    def without(self, scheduler_output: Any, requests: Collection[str]) -> Any:
-        """The step without these requests."""
-
-    def limited(self, request: Any, num_computed_tokens: int) -> Any:
-        """The request as if it had computed only this many tokens."""
-
-    def partly_computed(self, scheduler_output: Any) -> set[str]:
-        """The requests in their first step that have a part of the prompt to compute after it."""
-
-
-class MultiScheduler:
+class MultiScheduler(SchedulerSide):
     """The state and decisions of a `MultiConnector` in the process that schedules."""
 
     def __init__(
         self,
         children: Children,
-        view: EngineView,
         block_size: int,
         lookup_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
@@ -52,7 +53,6 @@ class MultiScheduler:
         """
         self._may_load_within_steps = may_load_within_steps
         self._children = children
-        self._view = view
         self._block_size = block_size
         self._clock = clock
         self._requests = RequestTable(
@@ -79,16 +79,19 @@ class MultiScheduler:
 
     # -- arrival --
 
-    def announce(self, method: str, request: Any) -> None:
+    def on_new_request(self, request: Request) -> None:
+        self._announce("on_new_request", request)
+
+    def expect_request(self, request: Request) -> None:
+        self._announce("expect_request", request)
+
+    def _announce(self, method: str, request: Request) -> None:
         """Pass a request that has arrived to every child. A child that raises an exception here is
         told nothing more about the request.
         """
-        state = self._requests.get(str(request.request_id))
-        has_adapter_or_salt = any(
-            getattr(request, name, None) for name in ("lora_request", "cache_salt")
-        )
+        state = self._requests.get(request.request_id)
         for child in self._children.enabled:
-            if has_adapter_or_salt and self._children.traits[child].names_kv_by_tokens_only:
+            if self._children.traits[child].names_kv_by_tokens_only and request.cache_salt != "":
                 state.excluded.add(child)
                 continue
             accepted = self._children.call(child, method, request, default=_REFUSED)
@@ -98,9 +101,9 @@ class MultiScheduler:
     # -- loads --
 
     def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
+        self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        request_id = str(request.request_id)
+        request_id = request.request_id
         state = self._requests.get(request_id)
         enabled = set(self._children.enabled)
         traits = [
@@ -114,9 +117,7 @@ class MultiScheduler:
             asked.add(child)
             return self._ask(child, request, count)
 
-        plan = find_plan(
-            traits, ask, num_computed_tokens, int(request.num_tokens), self._block_size
-        )
+        plan = find_plan(traits, ask, num_computed_tokens, request.num_tokens, self._block_size)
         for child in traits:
             if child.follows_lookups and child.index not in asked:
                 self._children.call(
@@ -125,11 +126,13 @@ class MultiScheduler:
         self._requests.offer(request_id, num_computed_tokens, plan or LoadPlan())
         return (None, False) if plan is None else (plan.num_tokens, plan.is_async)
 
-    def _ask(self, child: int, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def _ask(
+        self, child: int, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         count, is_async = self._children.call(
             child, "get_num_new_matched_tokens", request, num_computed_tokens, default=(0, False)
         )
-        request_id = str(request.request_id)
+        request_id = request.request_id
         if count is not None:
             waited_s = self._lookups.note_answer(request_id, child, self._clock())
             self._children.note_duration(child, "lookup", waited_s)
@@ -163,8 +166,10 @@ class MultiScheduler:
             )
         return 0
 
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        request_id = str(request.request_id)
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        request_id = request.request_id
         self._lookups.end(request_id)
         dummies = [child.index for child in self._children.traits if child.provides_dummy_kv]
         accepted = self._requests.admit(request_id, num_external_tokens, dummies)
@@ -200,9 +205,9 @@ class MultiScheduler:
                 self._next.sync_blocks.get(part.child, frozenset()) | ids
             )
 
-    def get_loaded_kv_cache_group_ids(self, request: Any) -> set[int] | None:
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> set[int] | None:
         """The groups that every child of the plan fills; None if no child says which."""
-        state = self._requests.find(str(request.request_id))
+        state = self._requests.find(request.request_id)
         plan = LoadPlan() if state is None else state.plan
         answers = [
             self._children.call(part.child, "get_loaded_kv_cache_group_ids", request)
@@ -212,9 +217,9 @@ class MultiScheduler:
         return set.intersection(*stated) if stated else None
 
     def get_external_cache_hit_sources(
-        self, request: Any, num_external_tokens: int
+        self, request: Request, num_external_tokens: int
     ) -> dict[Any, int]:
-        state = self._requests.find(str(request.request_id))
+        state = self._requests.find(request.request_id)
         plan = LoadPlan() if state is None else state.admitted.first(num_external_tokens)
         sources: Counter[Any] = Counter()
         for part in plan.ranges:
@@ -229,40 +234,37 @@ class MultiScheduler:
             )
         return dict(sources)
 
-    def is_load_optional(
-        self, request_id: str, is_optional: Callable[[int], bool] = lambda child: False
-    ) -> bool:
-        """Whether only children have failed whose loads merely save computation. `is_optional` says
-        so of a child for this request.
-        """
+    def is_load_optional(self, request_id: str) -> bool:
+        """Whether only children have failed whose loads merely save computation."""
         state = self._requests.find(request_id)
         if state is None:
             return False
         broken = (state.failed | state.given_up) or {part.child for part in state.admitted.ranges}
         return bool(broken) and all(
-            self._children.traits[child].loads_are_optional or is_optional(child)
+            self._children.traits[child].loads_are_optional
+            or self._children.call(child, "is_load_optional", request_id, default=False)
             for child in broken
         )
 
+    def withdraw(self, request_id: str) -> None:
+        # A child that fails here could save KV under a wrong name.
+        self._children.call_all("withdraw", request_id, is_decisive=True)
+
     # -- every step --
 
-    def build_connector_meta(self, scheduler_output: Any) -> MultiMetadata:
+    def build_connector_meta(self, scheduler_output: Step) -> MultiMetadata:
         parts: list[Any] = [None] * len(self._children)
         for child in self._children.enabled:
             hidden = self._requests.hidden_from(child)
-            if self._children.traits[child].saves_in_first_step:
-                # The child gets the message of a request that it loads for in any case.
-                hidden |= {
-                    request
-                    for request in self._view.partly_computed(scheduler_output)
-                    if self._requests.get(request).part_of(child) is None
-                }
-            step = self._view.without(scheduler_output, hidden) if hidden else scheduler_output
+            step = LimitedStep(scheduler_output, hidden) if hidden else scheduler_output
             parts[child] = self._children.call(
                 child, "build_connector_meta", step, is_decisive=True
             )
         step_to_send, self._next = self._next, _NextStep()
         return step_to_send.message(parts)
+
+    def needs_slices(self, request_id: str) -> bool:
+        return any(self._children.call_all("needs_slices", request_id, default=False))
 
     def has_pending_push_work(self) -> bool:
         # Every child is asked: the adapters to vLLM act when they are asked.
@@ -273,23 +275,28 @@ class MultiScheduler:
             ]
         )
 
-    def is_loading(self, request_id: str) -> bool:
-        """Whether a child loads KV for a request between steps."""
-        state = self._requests.find(request_id)
-        return state is not None and bool(state.loading)
-
-    def has_sends_beside(self, children: Collection[int]) -> bool:
-        """Whether any other child still reads the blocks of a finished request."""
-        return bool(self._requests.senders - set(children))
-
-    def take_output(
-        self, output: Any, report: MultiWorkerMetadata | None, events: Mapping[int, Any]
-    ) -> FinishedTransfers:
-        """Process the ranks' report: tell each child what concerns it, and change
-        `output.finished_recving` and `output.finished_sending` into what the engine may act on.
-        `events` are the children's KV events.
+    def has_urgent_work(self) -> bool:
+        """Whether a child has work, or a child that needs polling still reads the blocks of a
+        finished request.
         """
-        report = report or MultiWorkerMetadata()
+        polled = {child.index for child in self._children.traits if child.needs_polling}
+        return bool(self._next.disabled or self._requests.senders & polled) or any(
+            self._children.call_all("has_urgent_work", default=False)
+        )
+
+    def has_pending_block_frees(self) -> bool:
+        return any(self._children.call_all("has_pending_block_frees", default=False))
+
+    def reclaim_blocks(self, num_blocks: int) -> None:
+        self._children.call_all("reclaim_blocks", num_blocks)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Process the ranks' report: tell each child what concerns it, and change
+        `finished_recving` and `finished_sending` into what the engine may act on.
+        """
+        report = connector_output.kv_connector_worker_meta or MultiWorkerMetadata()
+        assert isinstance(report, MultiWorkerMetadata)
+        events = connector_output.kv_cache_events or {}
         for request, failed in report.failed.items():
             self._requests.note_failed(request, failed)
             self._num_failed_loads.update(self._children.names[child] for child in failed)
@@ -298,11 +305,12 @@ class MultiScheduler:
         for child, reason in report.disabled.items():
             self._children.disable(child, reason)
         news = self._requests.take_finished(
-            output.finished_recving or (), output.finished_sending or ()
+            connector_output.finished_recving, connector_output.finished_sending
         )
         for child in self._children.enabled:
-            part = copy(output)
+            part = copy(connector_output)
             part.finished_recving = news.by_child_recving.get(child, set())
+            # The engine does not use a load that has failed elsewhere, or that a reset made void.
             part.failed_recving = news.by_child_failed.get(child, set())
             part.finished_sending = news.by_child_sending.get(child, set())
             part.kv_connector_worker_meta = self._children.aggregate(
@@ -310,16 +318,15 @@ class MultiScheduler:
             )
             part.kv_cache_events = events.get(child)
             self._children.call(child, "update_connector_output", part)
-        output.finished_recving = news.recving
-        output.finished_sending = news.sending
-        return news
+        connector_output.finished_recving = news.recving
+        connector_output.finished_sending = news.sending
 
     # -- the end of a request --
 
-    def request_finished(
-        self, request: Any, block_ids: tuple[list[int], ...]
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        request_id = str(request.request_id)
+        request_id = request.request_id
         self._lookups.end(request_id)
         state = self._requests.get(request_id)
         senders = set(state.sending)
@@ -338,24 +345,22 @@ class MultiScheduler:
         return is_delayed, params or None
 
     def _finish_in(
-        self, child: int, state: RequestState, request: Any, block_ids: tuple[list[int], ...]
+        self, child: int, state: RequestState, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         if state.is_hidden_from(child):
-            request, block_ids = self._view.limited(request, 0), tuple([] for _ in block_ids)
+            request, block_ids = LimitedRequest(request, 0), tuple([] for _ in block_ids)
         elif not state.is_complete:
             # Children must not save or hand out blocks that a load has not filled.
             num_blocks = -(-state.num_local // self._block_size)
-            request = self._view.limited(request, state.num_local)
+            request = LimitedRequest(request, state.num_local)
             block_ids = tuple(group[:num_blocks] for group in block_ids)
-        takes_groups = hasattr(self._children[child], "request_finished_all_groups")
-        method = "request_finished_all_groups" if takes_groups else "request_finished"
         # A child that fails here may still read the blocks. It is disabled, and the engine keeps
         # the blocks until the ranks have shut the child down.
         answer: tuple[bool, dict[str, Any] | None] = self._children.call(
             child,
-            method,
+            "request_finished_all_groups",
             request,
-            block_ids if takes_groups else block_ids[0],
+            block_ids,
             default=(True, None),
             is_decisive=True,
         )
@@ -378,28 +383,60 @@ class MultiScheduler:
 
     # -- the rest --
 
-    def bar_loads(self, request_ids: Collection[str]) -> None:
-        """Let the engine compute these requests, whose loaded KV it must not use."""
-        for request_id in request_ids:
-            self._requests.bar(request_id)
+    def request_abandoned(self, request_id: str) -> None:
+        self._children.call_all("request_abandoned", request_id)
+
+    def set_xfer_handshake_metadata(
+        self, metadata: Mapping[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        for child, parts in split_handshakes(metadata).items():
+            self._children[child].set_xfer_handshake_metadata(parts)
+
+    def set_wakeup(self, wake: Callable[[], None]) -> None:
+        self._children.call_all_unguarded("set_wakeup", wake)
+
+    def bind_kv_cache_manager(self, manager: Any) -> None:
+        self._children.call_all_unguarded("bind_kv_cache_manager", manager)
+
+    def set_weights_version(self, version: str) -> None:
+        # A child that fails here could exchange KV of other weights.
+        self._children.call_all("set_weights_version", version, is_decisive=True)
 
     def reset_cache(self) -> bool:
         """Drop all cached KV; False if a child could not. A child that raises an exception is
         disabled, because it may still offer KV of other weights.
         """
         results = self._children.call_all("reset_cache", default=False, is_decisive=True)
+        # KV that a child loaded before, or is loading now, may be of other weights.
+        self._requests.bar_loads()
         return all(result is not False for result in results)
 
-    def take_events(self) -> list[Any]:
+    def publish_events(self, describe: Any) -> None:
+        self._children.call_all_unguarded("publish_events", describe)
+
+    def take_events(self) -> Iterable[Any]:
         return list(chain.from_iterable(self._children.call_all("take_events", default=())))
 
+    def get_kv_connector_stats(self) -> MultiStats | None:
+        counts = {
+            "child_lookup_timeouts": dict(self._num_timed_out),
+            "child_failed_loads": dict(self._num_failed_loads),
+            "child_disabled": dict.fromkeys(self._newly_disabled, 1),
+        }
+        self._num_timed_out, self._num_failed_loads = Counter(), Counter()
+        self._newly_disabled = []
+        return self._children.take_stats({name: rows for name, rows in counts.items() if rows})
+
+    def shutdown(self) -> None:
+        self._children.shutdown()
+
     def register_finished_partial_tail(
-        self, request: Any, block_ids: tuple[list[int], ...], tails: Any
+        self, request: Request, block_ids: tuple[list[int], ...], tails: Any
     ) -> bool:
         """Offer the tail of a request that is about to finish to the children that may see it. The
         blocks are kept until every child that accepts has reported.
         """
-        state = self._requests.get(str(request.request_id))
+        state = self._requests.get(request.request_id)
         for child in self._children.enabled:
             if state.is_complete and not state.is_hidden_from(child):
                 accepted = self._children.call(
@@ -415,16 +452,15 @@ class MultiScheduler:
                     state.sending.add(child)
         return bool(state.sending)
 
-    def take_counts(self) -> dict[str, dict[str, int]]:
-        """The own counters of this role since the last call, by child."""
-        counts = {
-            "child_lookup_timeouts": dict(self._num_timed_out),
-            "child_failed_loads": dict(self._num_failed_loads),
-            "child_disabled": dict.fromkeys(self._newly_disabled, 1),
-        }
-        self._num_timed_out, self._num_failed_loads = Counter(), Counter()
-        self._newly_disabled = []
-        return {name: rows for name, rows in counts.items() if rows}
+
+def split_handshakes(metadata: Mapping[Any, Any]) -> dict[int, dict[Any, Any]]:
+    """The handshake data of each child by rank."""
+    parts: dict[int, dict[Any, Any]] = {}
+    for rank, whole in metadata.items():
+        assert isinstance(whole, MultiHandshakeMetadata)
+        for child, part in whole.parts.items():
+            parts.setdefault(child, {})[rank] = part
+    return parts
 
 
 _REFUSED = object()

@@ -30,6 +30,8 @@ class MultiStats(KVConnectorStats):
     """The sum of all children in `data`, and the numbers of each child."""
 
     children: dict[str, dict[str, Any]] = field(default_factory=dict)
+    parts: dict[str, Any] = field(default_factory=dict)
+    """What each child reported, in its own class."""
     counts: OwnCounts = field(default_factory=dict)
 
     def add(self, child: str, part: KVConnectorStats) -> None:
@@ -37,13 +39,14 @@ class MultiStats(KVConnectorStats):
         a single connector would use, so that metrics and dashboards need not know of a
         `MultiConnector`. Another connector may use these names for something else.
         """
+        self.parts[child] = part
         row = part.to_dict()
         if isinstance(part, TransferStats | OffloadStats):
             merge_stats(self.data, row)
         self.children[child] = {key: row[key] for key in row if key not in _UNSUMMED}
 
     def reset(self) -> None:
-        self.data, self.children, self.counts = {}, {}, {}
+        self.data, self.children, self.counts, self.parts = {}, {}, {}, {}
 
     def aggregate(self, other: KVConnectorStats) -> "MultiStats":
         assert isinstance(other, MultiStats)

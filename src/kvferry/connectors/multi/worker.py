@@ -1,4 +1,4 @@
-"""The worker's role of a `MultiConnector` on one rank, in the embedded engine and in vLLM.
+"""The worker side of a `MultiConnector` on one rank.
 
 The rank reports a load when all children that load for the request have finished, and a send when
 all children that asked for the blocks have reported. A child that is disabled is shut down first,
@@ -10,14 +10,24 @@ Runs on the worker process's main thread.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvferry.connectors.contract import KVConnectorTransferResults
+from kvferry.connectors.contract import (
+    KVConnectorMetadata,
+    KVConnectorTransferResults,
+    KVTensor,
+    WorkerSide,
+)
 from kvferry.connectors.multi.children import Children
-from kvferry.connectors.multi.metadata import MultiMetadata, MultiWorkerMetadata
+from kvferry.connectors.multi.metadata import (
+    MultiHandshakeMetadata,
+    MultiMetadata,
+    MultiWorkerMetadata,
+)
+from kvferry.connectors.multi.stats import MultiStats
 from kvferry.connectors.multi.transfers import FinishedLoad, RankTransfers
 from kvferry.errors import TransportError
 
 
-class MultiWorker:
+class MultiWorker(WorkerSide):
     """The children of one rank."""
 
     def __init__(self, children: Children, num_groups: int) -> None:
@@ -31,6 +41,8 @@ class MultiWorker:
         self._is_forward_over = False
         self._has_saved_layer = False
         self._has_failed_sync_load = False
+        self._optional_failures: dict[str, set[int]] = {}
+        """The children whose part of a load has failed although the request need not fail."""
         self._report = MultiWorkerMetadata()
         self._wake: Callable[[], None] = _no_wakeup
         children.watch_disabled(self._settle)
@@ -42,10 +54,28 @@ class MultiWorker:
 
     def set_wakeup(self, wake: Callable[[], None]) -> None:
         self._wake = wake
+        self._children.call_all_unguarded("set_wakeup", wake)
+
+    # -- the cache --
+
+    def register_kv_caches(self, kv_caches: Mapping[str, KVTensor]) -> None:
+        self._children.call_all_unguarded("register_kv_caches", kv_caches)
+
+    def unregister_kv_caches(self) -> None:
+        self._children.call_all_unguarded("unregister_kv_caches")
+
+    def restore_kv_caches(self) -> None:
+        self._children.call_all_unguarded("restore_kv_caches")
+
+    def get_handshake_metadata(self) -> MultiHandshakeMetadata | None:
+        parts = self._children.call_all_unguarded("get_handshake_metadata")
+        given = {child: part for child, part in enumerate(parts) if part is not None}
+        return MultiHandshakeMetadata(given) if given else None
 
     # -- one step, in the order of the calls --
 
-    def handle_preemptions(self, metadata: MultiMetadata) -> None:
+    def handle_preemptions(self, metadata: KVConnectorMetadata) -> None:
+        assert isinstance(metadata, MultiMetadata)
         for child in self._children.enabled:
             if metadata.parts[child] is not None:
                 # After a failure here the child may still read blocks that are overwritten next.
@@ -53,7 +83,8 @@ class MultiWorker:
                     child, "handle_preemptions", metadata.parts[child], is_decisive=True
                 )
 
-    def bind(self, metadata: MultiMetadata) -> None:
+    def bind_connector_metadata(self, metadata: KVConnectorMetadata) -> None:
+        assert isinstance(metadata, MultiMetadata)
         self._is_forward_over = self._has_saved_layer = self._has_failed_sync_load = False
         self._sync_blocks = metadata.sync_blocks
         for request, children in metadata.loads.items():
@@ -74,24 +105,24 @@ class MultiWorker:
                     child, "bind_connector_metadata", metadata.parts[child], is_decisive=True
                 )
 
-    def clear(self) -> None:
+    def clear_connector_metadata(self) -> None:
         self._call_bound("clear_connector_metadata")
         self._bound, self._sync_blocks = set(), {}
 
-    def start_load_kv(self, forward_context: Any, **more: Any) -> None:
-        self._call_bound("start_load_kv", forward_context, is_decisive=True, **more)
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._call_bound("start_load_kv", forward_context, is_decisive=True, **kwargs)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         self._call_bound("wait_for_layer_load", layer_name, is_decisive=True)
 
     def save_kv_layer(
-        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **more: Any
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
         if self._has_failed_sync_load:
             # The forward pass read blocks that were not filled: its KV must be saved nowhere.
             return
         self._has_saved_layer = True
-        self._call_bound("save_kv_layer", layer_name, kv_layer, attn_metadata, **more)
+        self._call_bound("save_kv_layer", layer_name, kv_layer, attn_metadata, **kwargs)
 
     def finish_forward(self) -> None:
         self._call_bound("finish_forward")
@@ -101,18 +132,13 @@ class MultiWorker:
         if not self._has_failed_sync_load or self._has_saved_layer:
             self._call_bound("wait_for_save", is_decisive=True)
 
-    def get_transfer_results(
-        self, finished_request_ids: set[str]
-    ) -> tuple[KVConnectorTransferResults, set[str]]:
-        """The results of all children, and the failed requests of which only optional parts
-        failed.
-        """
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         # With a drafter, vLLM asks before `wait_for_save`; the model itself has run by then.
         self._is_forward_over = True
         results = KVConnectorTransferResults()
         for child in self._children.enabled:
             part = self._children.call(
-                child, "get_transfer_results", finished_request_ids, is_decisive=True
+                child, "get_transfer_results", finished_req_ids, is_decisive=True
             )
             errors = self._children.call(child, "get_block_ids_with_load_errors", is_decisive=True)
             if part is None or errors is None:
@@ -128,19 +154,29 @@ class MultiWorker:
             # What a child loaded in the step that disabled it may be incomplete.
             if not self._children.traits[child].provides_dummy_kv:
                 self._invalid_blocks |= self._sync_blocks.get(child, frozenset())
-        excused = {
-            load.request
-            for load in self._transfers.take_loaded()
-            if self._add(load, results) and self._is_excused(load)
-        }
+        for load in self._transfers.take_loaded():
+            self._add(load, results)
         results.finished_sending = self._transfers.take_sent()
-        return results, excused
+        return results
 
-    def take_invalid_blocks(self) -> set[int]:
+    def get_block_ids_with_load_errors(self) -> set[int]:
         blocks, self._invalid_blocks = self._invalid_blocks, set()
         return blocks
 
-    def build_worker_meta(self) -> MultiWorkerMetadata | None:
+    def get_kv_connector_kv_cache_events(self) -> Any:
+        parts = dict(self._children.call_each("get_kv_connector_kv_cache_events"))
+        return {child: part for child, part in parts.items() if part is not None} or None
+
+    def reset_capture_state(self) -> None:
+        self._children.call_all("reset_capture_state")
+
+    def get_kv_connector_stats(self) -> MultiStats | None:
+        return self._children.take_stats({})
+
+    def shutdown(self) -> None:
+        self._children.shutdown()
+
+    def build_connector_worker_meta(self) -> MultiWorkerMetadata | None:
         for child, part in self._children.call_each("build_connector_worker_meta"):
             if part is not None:
                 self._report.parts[child] = [part]
@@ -167,6 +203,8 @@ class MultiWorker:
             failure = None
             if request in part.failed_recving:
                 failure = f"{name}: {part.failure_reasons.get(request, 'the child gave no reason')}"
+                if request in part.optional_failures and self._transfers.is_loading(child, request):
+                    self._optional_failures.setdefault(request, set()).add(child)
             self._transfers.end_load(child, request, failure)
             if self._children.traits[child].reports_failed_blocks:
                 # A request that ended while it loaded has nothing to save, and LMCache reports
@@ -177,17 +215,20 @@ class MultiWorker:
         for request, times in part.recving_times.items():
             results.recving_times.setdefault(request, []).extend(times)
 
-    def _add(self, load: FinishedLoad, results: KVConnectorTransferResults) -> bool:
-        """Add an ended load to the results; True if a part of it failed."""
+    def _add(self, load: FinishedLoad, results: KVConnectorTransferResults) -> None:
+        """Add an ended load to the results."""
+        optional = self._optional_failures.pop(load.request, set())
         results.finished_recving.add(load.request)
-        if load.failures:
-            results.failed_recving.add(load.request)
-            results.failure_reasons[load.request] = "; ".join(load.failures.values())
-            self._report.failed[load.request] = set(load.failures)
-        return bool(load.failures)
-
-    def _is_excused(self, load: FinishedLoad) -> bool:
-        return all(self._children.traits[child].loads_are_optional for child in load.failures)
+        if not load.failures:
+            return
+        results.failed_recving.add(load.request)
+        results.failure_reasons[load.request] = "; ".join(load.failures.values())
+        self._report.failed[load.request] = set(load.failures)
+        if all(
+            child in optional or self._children.traits[child].loads_are_optional
+            for child in load.failures
+        ):
+            results.optional_failures.add(load.request)
 
     def _settle(self, child: int, reason: str) -> None:
         """Report a child that has just been disabled, and settle what it owes. The child is shut

@@ -1,4 +1,4 @@
-"""The messages between the scheduler half and the worker half of `OffloadingConnector`, and its
+"""The messages between the two sides of `OffloadingConnector`, and its
 statistics. Plain data.
 """
 

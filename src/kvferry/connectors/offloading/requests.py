@@ -1,4 +1,4 @@
-"""What the scheduler half of `OffloadingConnector` knows of a request. Plain data."""
+"""What the scheduler side of `OffloadingConnector` knows of a request. Plain data."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,11 +1,11 @@
-"""The scheduler half of `OffloadingConnector`: which prompts are loaded from tiers (`loads.py`),
+"""The scheduler side of `OffloadingConnector`: which prompts are loaded from tiers (`loads.py`),
 which blocks are stored (`stores.py`), and the commands for the offload workers.
 
 Runs on the engine's main thread and never blocks.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvferry.config import OffloadingExtraConfig
@@ -16,7 +16,8 @@ from kvferry.connectors.contract import (
     KVConnectorHandshakeMetadata,
     KVConnectorOutput,
     Request,
-    ScheduledSlice,
+    SchedulerSide,
+    Step,
 )
 from kvferry.connectors.offloading.break_even import BreakEven
 from kvferry.connectors.offloading.events import DescribeBlocks, KVEvent, KVEventLog
@@ -36,7 +37,7 @@ from kvferry.tiers.commands import DropAll, OffloadCommand, VoidStores
 from kvferry.tiers.keys import KeyChain, Namespace
 
 
-class OffloadingScheduler:
+class OffloadingScheduler(SchedulerSide):
     """The state and decisions of the connector in the process that schedules."""
 
     def __init__(
@@ -69,14 +70,16 @@ class OffloadingScheduler:
         self._tracked: dict[str, TrackedRequest] = {}
         self._event_log: KVEventLog | None = None
         self._busy: dict[int, bool] = {}
-        """By rank: whether it stores or loads."""
+        """By rank: whether it stores or loads, so that its counters are about to change."""
 
     def publish_events(self, describe: DescribeBlocks) -> None:
         """Make KV events from now on; `describe` describes blocks as the engine's events do."""
         num_ranks = self._config.parallel.tp_size
         self._event_log = KVEventLog(num_ranks, self._chunk_tokens, describe)
 
-    def serve(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
+    def set_xfer_handshake_metadata(
+        self, metadata: Mapping[int, KVConnectorHandshakeMetadata]
+    ) -> None:
         """Open the tiers of all ranks for lookups. Called when the workers have registered."""
         ranks = [
             part for part in metadata.values() if isinstance(part, OffloadingHandshakeMetadata)
@@ -90,7 +93,7 @@ class OffloadingScheduler:
         self._loads.open(lookup, ranks[0].row_bytes)
         self._stores.set_ranks(part.tp_rank for part in ranks)
 
-    def close(self) -> None:
+    def shutdown(self) -> None:
         self._loads.close()
 
     # -- requests --
@@ -132,7 +135,7 @@ class OffloadingScheduler:
         if tracked is not None and num_external_tokens:
             self._loads.start(tracked, blocks.get_block_ids(), num_external_tokens)
 
-    def request_finished(
+    def request_finished_all_groups(
         self, request: Request, block_ids: BlockTables
     ) -> tuple[bool, dict[str, Any] | None]:
         request_id = request.request_id
@@ -162,39 +165,36 @@ class OffloadingScheduler:
 
     # -- steps --
 
-    def build_connector_meta(
-        self, slices: Sequence[ScheduledSlice], preempted: Iterable[str], num_tokens: int
-    ) -> OffloadingMetadata:
-        """Build the message of a step that computes `num_tokens` tokens."""
-        for request_id in preempted:
+    def build_connector_meta(self, scheduler_output: Step) -> OffloadingMetadata:
+        for request_id in scheduler_output.preempted_req_ids:
             tracked = self._tracked.get(request_id)
             if tracked is not None and not tracked.is_outdated:
                 self._loads.restart(tracked)
                 self._stores.restart(tracked)
-        self._stores.advance(slices)
+        self._stores.advance(scheduler_output.slices)
         timed_step = None
         if self._break_even is not None:
+            num_tokens = scheduler_output.total_num_scheduled_tokens
             timed_step = self._break_even.begin_step(num_tokens, self._clock())
         commands = tuple(self._commands)
         self._commands.clear()
         return OffloadingMetadata(commands, timed_step)
 
-    def is_watched(self, request_id: str) -> bool:
-        """Whether `build_connector_meta` has a use for a slice of the request."""
+    def needs_slices(self, request_id: str) -> bool:
         return self._stores.is_watched(request_id)
 
-    def take_output(self, output: KVConnectorOutput) -> None:
-        metadata = output.kv_connector_worker_meta
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        metadata = connector_output.kv_connector_worker_meta
         timed_step = None
         if isinstance(metadata, OffloadingWorkerMetadata):
             self._take_worker_metadata(metadata)
             timed_step = metadata.timed_step
         if self._break_even is not None:
             self._break_even.end_step(timed_step, self._clock())
-        for request_id in output.finished_recving:
-            has_failed = request_id in output.failed_recving
+        for request_id in connector_output.finished_recving:
+            has_failed = request_id in connector_output.failed_recving
             self._loads.end(request_id, self._tracked.get(request_id), has_failed=has_failed)
-        self._stores.note_freed(output.finished_sending)
+        self._stores.note_freed(connector_output.finished_sending)
 
     def _take_worker_metadata(self, metadata: OffloadingWorkerMetadata) -> None:
         self._loads.note_failures(metadata.loads)
@@ -209,22 +209,18 @@ class OffloadingScheduler:
 
     # -- reports --
 
-    def is_load_optional(self, request_id: str) -> bool:
-        return True
+    def has_pending_push_work(self) -> bool:
+        # Steps without tokens carry the counters of slow writes to the engine's metrics.
+        return bool(self._commands) or any(self._busy.values())
 
-    def has_pending_commands(self) -> bool:
+    def has_urgent_work(self) -> bool:
         return bool(self._commands)
 
     def has_pending_block_frees(self) -> bool:
         return self._stores.has_ending
 
-    @property
-    def is_worker_busy(self) -> bool:
-        """Whether a rank still stores or loads, so that its counters are about to change."""
-        return any(self._busy.values())
-
     def take_events(self) -> list[KVEvent]:
         return [] if self._event_log is None else self._event_log.take_events()
 
-    def take_stats(self) -> OffloadStats | None:
+    def get_kv_connector_stats(self) -> OffloadStats | None:
         return self._loads.take_stats()

@@ -156,7 +156,7 @@ class RequestStores:
         return True
 
     def _advance(self, part: ScheduledSlice, tracked: TrackedRequest) -> None:
-        end = min(self._num_storable(tracked, part.start), len(tracked.chain))
+        end = min(self._num_storable(tracked, part.num_written), len(tracked.chain))
         is_sliding = self._is_sliding(tracked)
         if end > tracked.store.num_offered or is_sliding:
             tables = part.block_ids

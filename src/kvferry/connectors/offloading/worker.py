@@ -1,4 +1,4 @@
-"""The worker half of `OffloadingConnector`: builds the rank's offload worker, submits each step's
+"""The worker side of `OffloadingConnector`: builds the rank's offload worker, submits each step's
 commands and collects its events.
 
 Runs on the worker process's main thread and never blocks there.
@@ -12,8 +12,10 @@ from kvferry.config import OffloadingExtraConfig
 from kvferry.connectors.contract import (
     ConnectorConfig,
     KVCacheConfig,
+    KVConnectorMetadata,
     KVConnectorTransferResults,
     KVTensor,
+    WorkerSide,
 )
 from kvferry.connectors.geometry import geometry_of
 from kvferry.connectors.offloading.metadata import (
@@ -45,7 +47,7 @@ OffloadThread = WorkerThread[WorkerCommand, OffloadEvent, OffloadSnapshot]
 _log = logging.getLogger(__name__)
 
 
-class OffloadingWorker:
+class OffloadingWorker(WorkerSide):
     """The connector of one tensor-parallel rank."""
 
     def __init__(
@@ -112,10 +114,7 @@ class OffloadingWorker:
         if not is_idle.wait(STOP_TIMEOUT_S):
             raise KVFerryError(f"the offload worker was not idle within {STOP_TIMEOUT_S:g} s")
 
-    def restore_kv_caches(self) -> None:
-        return None
-
-    def handshake_metadata(self) -> OffloadingHandshakeMetadata | None:
+    def get_handshake_metadata(self) -> OffloadingHandshakeMetadata | None:
         return self._handshake
 
     def set_wakeup(self, wake: Callable[[], None]) -> None:
@@ -123,14 +122,15 @@ class OffloadingWorker:
         if self._thread is not None:
             self._thread.set_wakeup(wake)
 
-    def start_load_kv(self, metadata: OffloadingMetadata) -> None:
+    def bind_connector_metadata(self, metadata: KVConnectorMetadata) -> None:
+        assert isinstance(metadata, OffloadingMetadata)
         self._worker_metadata.timed_step = metadata.timed_step
         self._ending += [each for each in metadata.commands if isinstance(each, EndStores)]
         commands = [each for each in metadata.commands if not isinstance(each, EndStores)]
         if commands:
             self._running().submit(commands, self._order.mark())
 
-    def get_transfer_results(self) -> KVConnectorTransferResults:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = KVConnectorTransferResults()
         for event in self._running().take_events():
             match event:
@@ -147,6 +147,7 @@ class OffloadingWorker:
                     results.finished_recving.add(request)
                     if reason:
                         results.failed_recving.add(request)
+                        results.optional_failures.add(request)
                         results.failure_reasons[request] = reason
                         _log.info("load from tiers failed request=%s reason=%s", request, reason)
         for ended in [each for each in self._ending if each.number <= self._num_copied]:
@@ -154,7 +155,7 @@ class OffloadingWorker:
             results.finished_sending.add(ended.request)
         return results
 
-    def take_worker_metadata(self) -> OffloadingWorkerMetadata | None:
+    def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
         """The reports for the scheduler that `get_transfer_results` has collected."""
         metadata = self._worker_metadata
         thread = self._running()
@@ -167,7 +168,7 @@ class OffloadingWorker:
         self._worker_metadata = OffloadingWorkerMetadata()
         return metadata
 
-    def take_stats(self) -> OffloadStats | None:
+    def get_kv_connector_stats(self) -> OffloadStats | None:
         if self._thread is None:
             return None
         stats, self._stats = self._stats, OffloadStats()
@@ -184,7 +185,7 @@ class OffloadingWorker:
                 self._reported[tier] = usage
         return None if stats.is_empty() else stats
 
-    def close(self) -> None:
+    def shutdown(self) -> None:
         if self._thread is not None:
             self._thread.close(STOP_TIMEOUT_S)
 

@@ -254,16 +254,10 @@ def build_app(
 
 
 def _transfer_mode(options: EngineOptions) -> str:
-    """Return `pull` or `push`; empty without a connector, or if the connector class has no mode."""
+    """Return `pull` or `push`; empty without a connector, or if the connector has no mode."""
     if options.kv_transfer is None:
         return ""
-    modes = (
-        # P2pNcclConnector has the mode in its settings.
-        getattr(connector.extra, "transfer_mode", "")
-        or getattr(KVConnectorFactory.get_connector_class(connector), "transfer_mode", "")
-        for connector in options.kv_transfer.connectors
-    )
-    return next(filter(None, modes), "")
+    return KVConnectorFactory.describe(options.kv_transfer).transfer_mode
 
 
 @web.middleware
