@@ -119,6 +119,7 @@ class KVFerryConnector(SchedulerRole, WorkerRole, SupportsHMA):
         else:
             weights = LoadedWeights() if self._parts is None else self._parts.weights
             self._start_worker(vllm_config, weights)
+        self._issues_tickets = False
         self._side = self._make_side()
         if role is KVConnectorRole.SCHEDULER:
             self._side.set_wakeup(self._idle.wake)
@@ -131,6 +132,7 @@ class KVFerryConnector(SchedulerRole, WorkerRole, SupportsHMA):
         assert self._parts is not None
         connector.check_config(vllm_config)
         side = self._parts.make_side(connector, vllm_config)
+        self._issues_tickets |= connector.describe(vllm_config).opens_side_channel
         transfer = transfer_config(vllm_config.kv_transfer_config, connector.inner_name)
         if self._role is KVConnectorRole.SCHEDULER and (found := connector.registration(transfer)):
             self._registrations.append(found)

@@ -56,6 +56,8 @@ class SchedulerRole(KVConnectorBase_V1):
     _side: Any
     _has_own_sides: bool
     """Whether kvferry itself moves KV."""
+    _issues_tickets: bool
+    """Whether kvferry itself moves KV between engines."""
 
     def _start_scheduler(self, vllm_config: Any, kv_cache_config: Any, block_size: int) -> None:
         """Prepare the calls of this role. Runs before the side is built."""
@@ -374,7 +376,9 @@ class SchedulerRole(KVConnectorBase_V1):
         self._prefills.end(request_id)
         if self._tracer is not None:
             self._tracer.finish(request, (is_delayed, params))
-        return is_delayed, self._first_token_note.add_to(params, request)
+        if self._issues_tickets:
+            params = self._first_token_note.add_to(params, request)
+        return is_delayed, params
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         if not all(isinstance(part, HandshakeMetadata) for part in metadata.values()):

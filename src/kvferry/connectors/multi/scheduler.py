@@ -267,7 +267,7 @@ class MultiScheduler(SchedulerSide):
         return any(self._children.call_all("needs_slices", request_id, default=False))
 
     def has_pending_push_work(self) -> bool:
-        # Every child is asked: the adapters to vLLM act when they are asked.
+        # Every child is asked: connectors of vLLM may act when they are asked.
         return any(
             [
                 self._next.disabled,
@@ -310,7 +310,6 @@ class MultiScheduler(SchedulerSide):
         for child in self._children.enabled:
             part = copy(connector_output)
             part.finished_recving = news.by_child_recving.get(child, set())
-            # The engine does not use a load that has failed elsewhere, or that a reset made void.
             part.failed_recving = news.by_child_failed.get(child, set())
             part.finished_sending = news.by_child_sending.get(child, set())
             part.kv_connector_worker_meta = self._children.aggregate(
