@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvferry.connectors.aggregator import KVOutputAggregator
 from kvferry.connectors.contract import KVConnectorOutput
-from kvferry.connectors.metadata import NixlWorkerMetadata
+from kvferry.connectors.nixl.metadata import NixlWorkerMetadata
 from kvferry.connectors.offloading.metadata import OffloadingWorkerMetadata
 from kvferry.connectors.stats import TransferStats
 

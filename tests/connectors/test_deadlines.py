@@ -12,7 +12,7 @@ from tests.protocol.caches import no_writers, take_replies
 
 from kvferry.config import KVTransferConfig, NixlExtraConfig, SideChannelConfig
 from kvferry.connectors.contract import ConnectorConfig, ModelIdentity, ParallelConfig
-from kvferry.connectors.worker import transfer_worker_settings
+from kvferry.connectors.nixl.worker import transfer_worker_settings
 from kvferry.events import LeaseEnded, TransferAbandoned, TransferFailed
 from kvferry.protocol import messages as codec
 from kvferry.protocol.actions import ClosePeer, Send, StopRead

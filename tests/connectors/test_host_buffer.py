@@ -12,7 +12,7 @@ from tests.connectors.pair import Blocks, EngineRequest, EngineSide, Step, step_
 
 from kvferry.connectors.contract import KVCacheGroup, RequestStatus
 from kvferry.connectors.geometry import host_buffer_bytes, host_buffer_regions
-from kvferry.connectors.metadata import NixlHandshakeMetadata
+from kvferry.connectors.nixl.metadata import NixlHandshakeMetadata
 from kvferry.protocol import messages as codec
 from kvferry.protocol.tickets import HOLE
 from kvferry.transports.memory import MemoryNetwork

@@ -5,7 +5,7 @@ detects when a prefill has lost its blocks.
 from tests.connectors.pair import EngineRequest, Slice
 
 from kvferry.connectors.contract import KVCacheGroup, RequestStatus
-from kvferry.connectors.push_mode import PrefillStream, PrefillStreams
+from kvferry.connectors.nixl.push_mode import PrefillStream, PrefillStreams
 from kvferry.protocol.tickets import HOLE
 from kvferry.types import RequestId
 

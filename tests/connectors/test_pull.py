@@ -14,7 +14,7 @@ import pytest
 from tests.connectors.pair import DEADLINE_S, Blocks, EngineRequest, EngineSide, step_until
 
 from kvferry.connectors.contract import KVCacheGroup, RequestStatus
-from kvferry.connectors.metadata import NixlHandshakeMetadata
+from kvferry.connectors.nixl.metadata import NixlHandshakeMetadata
 from kvferry.errors import ConfigError, KVFerryError
 from kvferry.protocol import messages as codec
 from kvferry.protocol.messages import FailureReply, FailureRequest, Release, ReleaseLeg
@@ -416,7 +416,7 @@ def test_at_debug_level_the_log_shows_the_stages_of_a_load_in_their_order(
     pair: tuple[EngineSide, EngineSide], caplog: pytest.LogCaptureFixture
 ) -> None:
     p, d = pair
-    caplog.set_level("DEBUG", logger="kvferry.connectors.worker")
+    caplog.set_level("DEBUG", logger="kvferry.connectors.nixl.worker")
     request = arrive(d, p.prefill(EngineRequest("a", TOKENS), [5, 6, 7]))
     d.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3],)), 10)
     step_until(lambda: "r" in d.seen.finished_recving, p, d)

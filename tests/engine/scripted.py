@@ -27,7 +27,7 @@ from kvferry.connectors.contract import (
     Request,
     SupportsHMA,
 )
-from kvferry.connectors.scheduler_tables import RetainedTurns
+from kvferry.connectors.nixl.tables import RetainedTurns
 from kvferry.engine.limits import SchedulerLimits
 from kvferry.engine.messages import (
     AddRequest,

@@ -12,7 +12,7 @@ from hashlib import blake2b
 import msgspec
 
 from kvferry.connectors.contract import KVCacheGroup, RequestStatus
-from kvferry.connectors.params import PrefillForPeer, read_params
+from kvferry.connectors.nixl.params import PrefillForPeer, read_params
 from kvferry.engine.messages import AddRequest
 from kvferry.engine.sequence import Sequence
 from kvferry.types import FailurePolicy

@@ -9,7 +9,7 @@ continue otherwise than P would. Runs in the connector's scheduler side.
 from importlib.metadata import entry_points
 from typing import Any
 
-from kvferry.connectors.params import first_token_params
+from kvferry.connectors.nixl.params import first_token_params
 
 _COUNTING_DEFAULTS = frozenset(("presence_penalty", "frequency_penalty", "max_tokens"))
 """Sampling defaults that count the tokens of the answer. D would count one token less, because P's

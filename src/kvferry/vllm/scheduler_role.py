@@ -18,10 +18,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvferry.connectors.contract import SchedulerSide
-from kvferry.connectors.metadata import NixlWorkerMetadata
 from kvferry.connectors.multi.metadata import MultiWorkerMetadata
+from kvferry.connectors.nixl.metadata import NixlWorkerMetadata
+from kvferry.connectors.nixl.params import PrefillForPeer, read_params
 from kvferry.connectors.offloading.events import KVEvent
-from kvferry.connectors.params import PrefillForPeer, read_params
 from kvferry.errors import ConfigError, LocalProtocolError
 from kvferry.events import TransferTimes
 from kvferry.vllm.block_demand import BlockDemand

@@ -60,8 +60,8 @@ from kvferry.connectors.decode_bench import DecodeBenchScheduler
 from kvferry.connectors.example import ExampleScheduler
 from kvferry.connectors.multi.scheduler import MultiScheduler
 from kvferry.connectors.multi.worker import MultiWorker
+from kvferry.connectors.nixl.push_mode import PushMode
 from kvferry.connectors.offloading.scheduler import OffloadingScheduler
-from kvferry.connectors.push_mode import PushMode
 from kvferry.vllm.foreign import ForeignConnector
 from kvferry.worker.worker import TransferWorkerSnapshot
 

@@ -31,7 +31,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
 def test_lines_have_the_format_and_the_level_of_vllm(written: io.StringIO) -> None:
     log_with_vllm()
     log_with_vllm()
-    log = logging.getLogger("kvferry.connectors.worker")
+    log = logging.getLogger("kvferry.connectors.nixl.worker")
     log.debug("not shown")
     log.info("peer connected peer=%s", "a\nb")
     log.warning("load failed request=%s", 1)
@@ -45,5 +45,5 @@ def test_lines_have_the_format_and_the_level_of_vllm(written: io.StringIO) -> No
 def test_a_variable_sets_the_level(written: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVFERRY_LOG_LEVEL", "debug")
     log_with_vllm()
-    logging.getLogger("kvferry.connectors.worker").debug("shown")
+    logging.getLogger("kvferry.connectors.nixl.worker").debug("shown")
     assert written.getvalue() == "vllm: DEBUG shown\n"

@@ -21,8 +21,8 @@ from tests.vllm.inside.test_offloading import copiers as copiers
 from tests.vllm.inside.test_reuse import goes_on, let_all_go, retained_turns, settings, take_turn
 from vllm.config import KVTransferConfig, VllmConfig
 
-from kvferry.connectors import scheduler as scheduler_half
-from kvferry.connectors import worker as worker_half
+from kvferry.connectors.nixl import scheduler as scheduler_half
+from kvferry.connectors.nixl import worker as worker_half
 from kvferry.vllm.release import has_sleep_hooks
 
 pytestmark = pytest.mark.skipif(not has_sleep_hooks(), reason="vLLM has the calls since 0.33")

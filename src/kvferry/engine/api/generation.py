@@ -17,7 +17,7 @@ from typing import Any, Self
 import msgspec
 from aiohttp import web
 
-from kvferry.connectors.params import first_token_params
+from kvferry.connectors.nixl.params import first_token_params
 from kvferry.engine.api.admission import RequestAdmission
 from kvferry.engine.api.assembly import Delta, StopMatcher, TextAssembler
 from kvferry.engine.api.context import REQUEST_ID, Engine, context_of

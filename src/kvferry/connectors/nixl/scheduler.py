@@ -37,13 +37,13 @@ from kvferry.connectors.contract import (
     SchedulerSide,
     Step,
 )
-from kvferry.connectors.metadata import (
+from kvferry.connectors.nixl.metadata import (
     NixlConnectorMetadata,
     NixlHandshakeMetadata,
     NixlWorkerMetadata,
     registered_epoch,
 )
-from kvferry.connectors.params import (
+from kvferry.connectors.nixl.params import (
     BadParams,
     LoadFromPeer,
     NoTransfer,
@@ -52,21 +52,21 @@ from kvferry.connectors.params import (
     read_leg_id,
     read_params,
 )
-from kvferry.connectors.scheduler_tables import (
+from kvferry.connectors.nixl.tables import (
     HeldBlocks,
     LoadOffer,
     LoadTable,
     RetainedTurns,
     SharedTicketKey,
 )
-from kvferry.connectors.stats import SIDE_CHANNEL_METRIC, TransferStats
-from kvferry.connectors.transfer_mode import (
+from kvferry.connectors.nixl.transfer_mode import (
     LoadByTicket,
     LoadPlan,
     LoadRefusal,
     TicketIssuer,
     TransferMode,
 )
+from kvferry.connectors.stats import SIDE_CHANNEL_METRIC, TransferStats
 from kvferry.errors import ConfigError, InvalidTicket, LocalProtocolError
 from kvferry.protocol.fingerprints import MAX_CHAIN_POINTS, Fingerprint, common_prefix, fingerprint
 from kvferry.protocol.handshake import ServedEngine

@@ -25,7 +25,7 @@ from kvferry.connectors.geometry import (
     host_buffer_bytes,
     host_buffer_regions,
 )
-from kvferry.connectors.metadata import (
+from kvferry.connectors.nixl.metadata import (
     NixlConnectorMetadata,
     NixlHandshakeMetadata,
     NixlWorkerMetadata,

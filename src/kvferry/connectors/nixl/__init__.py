@@ -11,10 +11,10 @@ from functools import partial
 
 from kvferry.config import KVTransferConfig, NixlExtraConfig, P2pNcclExtraConfig
 from kvferry.connectors.contract import ConnectorConfig, ConnectorDescription, KVCacheConfig
-from kvferry.connectors.push_mode import PushMode
-from kvferry.connectors.scheduler import NixlConnectorScheduler
-from kvferry.connectors.transfer_mode import PullMode, TicketIssuer, TransferMode
-from kvferry.connectors.worker import NixlConnectorWorker
+from kvferry.connectors.nixl.push_mode import PushMode
+from kvferry.connectors.nixl.scheduler import NixlConnectorScheduler
+from kvferry.connectors.nixl.transfer_mode import PullMode, TicketIssuer, TransferMode
+from kvferry.connectors.nixl.worker import NixlConnectorWorker
 from kvferry.protocol.tickets import TicketKey
 
 

@@ -25,9 +25,9 @@ from kvferry.connectors.contract import (
     RequestStatus,
     ScheduledSlice,
 )
-from kvferry.connectors.params import LoadFromPeer, PrefillForPeer, UnsignedPeer
-from kvferry.connectors.scheduler_tables import LoadOffer, SharedTicketKey
-from kvferry.connectors.transfer_mode import (
+from kvferry.connectors.nixl.params import LoadFromPeer, PrefillForPeer, UnsignedPeer
+from kvferry.connectors.nixl.tables import LoadOffer, SharedTicketKey
+from kvferry.connectors.nixl.transfer_mode import (
     LeaseGrant,
     LoadByTicket,
     LoadDecision,

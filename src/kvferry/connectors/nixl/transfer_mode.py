@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvferry.connectors.contract import ConnectorConfig, KVCacheConfig, Request, ScheduledSlice
-from kvferry.connectors.params import LoadFromPeer, PrefillForPeer
-from kvferry.connectors.scheduler_tables import LoadOffer
+from kvferry.connectors.nixl.params import LoadFromPeer, PrefillForPeer
+from kvferry.connectors.nixl.tables import LoadOffer
 from kvferry.protocol.fingerprints import Fingerprint
 from kvferry.protocol.tickets import HOLE, Ticket, TicketKey, runs_from_blocks
 from kvferry.types import Address, Epoch, RequestId
