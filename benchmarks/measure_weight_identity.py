@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from kvferry.vllm.loaded_weights import LoadedWeights
+from kvferry.vllm.identity.loaded_weights import LoadedWeights
 from kvferry.weight_files import digest_files
 
 ROWS, COLUMNS = 14336, 4096

@@ -21,8 +21,8 @@ from vllm.v1.kv_cache_interface import (
 
 from kvferry.config import NixlExtraConfig
 from kvferry.errors import ConfigError
+from kvferry.vllm.engine.states import check_states, state_specs
 from kvferry.vllm.release import find_cache_dtype_handler, has_sleep_hooks
-from kvferry.vllm.states import check_states, state_specs
 
 SUPPORTED_QUANT_MODES = (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
 """With other modes, engines keep scales in the cache and may rewrite the scales at any time."""

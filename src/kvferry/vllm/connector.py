@@ -26,8 +26,8 @@ from kvferry.connectors.factory import KVConnectorFactory, check_cache
 from kvferry.connectors.stats import KVConnectorStats as OwnStats
 from kvferry.logs import LEVEL_VARIABLE, ForwardingHandler, LogSettings
 from kvferry.vllm.compatibility import check_supported, why_not_asleep
-from kvferry.vllm.loaded_weights import LoadedWeights
-from kvferry.vllm.metrics import KVFerryPromMetrics, KVFerryStats
+from kvferry.vllm.identity.loaded_weights import LoadedWeights
+from kvferry.vllm.metrics.transfers import KVFerryPromMetrics, KVFerryStats
 from kvferry.vllm.plugin import register
 from kvferry.vllm.release import find_cache_hit_source, warn_if_untested
 from kvferry.vllm.scheduler_role import SchedulerRole

@@ -16,7 +16,7 @@ from kvferry.router.fleet.registration import DEFAULT_TTL_S, Registrar
 from kvferry.types import Address
 from kvferry.vllm.compatibility import drops_too_few_tokens
 from kvferry.vllm.connector import KVFerryConnector
-from kvferry.vllm.offload_metrics import OffloadPromMetrics, OffloadVllmStats
+from kvferry.vllm.metrics.tiers import OffloadPromMetrics, OffloadVllmStats
 from kvferry.vllm.translate import VllmRequestView
 
 

@@ -14,8 +14,8 @@ from vllm.v1.request import RequestStatus
 from kvferry.connectors.contract import Request, Step
 from kvferry.connectors.multi.requests import LimitedRequest, LimitedStep
 from kvferry.protocol.tickets import HOLE
+from kvferry.vllm.engine.progress import VllmStep
 from kvferry.vllm.messages import VllmOutput
-from kvferry.vllm.progress import VllmStep
 from kvferry.vllm.translate import NULL_BLOCK, BlocksView, VllmRequestView
 
 

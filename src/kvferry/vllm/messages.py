@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvferry.connectors import contract
 from kvferry.events import TransferTimes
-from kvferry.vllm.loaded_weights import WeightsSample
+from kvferry.vllm.identity.loaded_weights import WeightsSample
 
 
 @dataclass

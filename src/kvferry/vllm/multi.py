@@ -33,9 +33,9 @@ from kvferry.connectors.multi.worker import MultiWorker
 from kvferry.errors import ConfigError
 from kvferry.vllm.compatibility import drops_too_few_tokens
 from kvferry.vllm.connector import KVFerryConnector, log_with_vllm
+from kvferry.vllm.engine.states import has_states
 from kvferry.vllm.foreign import ForeignConnector
-from kvferry.vllm.multi_metrics import MultiKVStats, MultiPromMetrics
-from kvferry.vllm.states import has_states
+from kvferry.vllm.metrics.multi import MultiKVStats, MultiPromMetrics
 
 NAME = "MultiConnector"
 OWN_PACKAGE = "kvferry.vllm"

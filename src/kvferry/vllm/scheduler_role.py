@@ -24,18 +24,18 @@ from kvferry.connectors.nixl.params import PrefillForPeer, read_params
 from kvferry.connectors.offloading.events import KVEvent
 from kvferry.errors import ConfigError, LocalProtocolError
 from kvferry.events import TransferTimes
-from kvferry.vllm.block_demand import BlockDemand
-from kvferry.vllm.engine_core import find_pause, watch_weights
-from kvferry.vllm.first_token import FirstTokenNote
-from kvferry.vllm.idle import IdleWait, find_engine_loop, longest_wait_s
-from kvferry.vllm.kv_events import KVEventTranslator
-from kvferry.vllm.loaded_weights import WeightsSample, WeightsVersion
+from kvferry.vllm.engine.block_demand import BlockDemand
+from kvferry.vllm.engine.engine_core import find_pause, watch_weights
+from kvferry.vllm.engine.first_token import FirstTokenNote
+from kvferry.vllm.engine.idle import IdleWait, find_engine_loop, longest_wait_s
+from kvferry.vllm.engine.progress import PrefillProgressTable
+from kvferry.vllm.engine.remote_loads import RemoteLoads
+from kvferry.vllm.engine.states import shorten_prefill_leg, state_specs
+from kvferry.vllm.identity.loaded_weights import WeightsSample, WeightsVersion
+from kvferry.vllm.identity.salts import CacheSalts
 from kvferry.vllm.messages import HandshakeMetadata, StepMetadata, VllmOutput, WorkerMetadata
-from kvferry.vllm.multi_metrics import MultiKVEvents
-from kvferry.vllm.progress import PrefillProgressTable
-from kvferry.vllm.remote_loads import RemoteLoads
-from kvferry.vllm.salts import CacheSalts
-from kvferry.vllm.states import shorten_prefill_leg, state_specs
+from kvferry.vllm.metrics.kv_events import KVEventTranslator
+from kvferry.vllm.metrics.multi import MultiKVEvents
 from kvferry.vllm.translate import (
     BlocksView,
     VllmRequestView,
@@ -45,7 +45,7 @@ from kvferry.vllm.translate import (
 )
 
 if TYPE_CHECKING:
-    from kvferry.vllm.tracing import ConnectorTracer
+    from kvferry.vllm.metrics.tracing import ConnectorTracer
 
 _log = logging.getLogger(__name__)
 
@@ -410,6 +410,6 @@ def _failure_reasons(report: Any) -> dict[str, str]:
 
 def _make_tracer() -> "ConnectorTracer":
     # Imported here, because vLLM works without OpenTelemetry if it writes no spans.
-    from kvferry.vllm.tracing import ConnectorTracer
+    from kvferry.vllm.metrics.tracing import ConnectorTracer
 
     return ConnectorTracer()

@@ -26,12 +26,12 @@ from kvferry.errors import ConfigError
 from kvferry.protocol.tickets import HOLE
 from kvferry.transports.registry import ConfiguredTransportKit
 from kvferry.vllm.compatibility import layer_specs
-from kvferry.vllm.factors import model_identity
-from kvferry.vllm.loaded_weights import LoadedWeights
+from kvferry.vllm.engine.progress import PrefillProgress
+from kvferry.vllm.engine.states import state_group, state_specs
+from kvferry.vllm.identity.factors import model_identity
+from kvferry.vllm.identity.loaded_weights import LoadedWeights
+from kvferry.vllm.identity.salts import CacheSalts
 from kvferry.vllm.plugin import EPOCH_VARIABLE
-from kvferry.vllm.progress import PrefillProgress
-from kvferry.vllm.salts import CacheSalts
-from kvferry.vllm.states import state_group, state_specs
 
 # vLLM reserves block 0 as its null block.
 NULL_BLOCK = 0

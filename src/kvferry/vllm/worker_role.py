@@ -15,10 +15,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvferry.connectors.contract import WorkerSide
 from kvferry.errors import LocalProtocolError
 from kvferry.events import TransferTimes
-from kvferry.vllm.loaded_weights import LoadedWeights, WeightsSample
+from kvferry.vllm.engine.states import state_specs, state_views
+from kvferry.vllm.identity.loaded_weights import LoadedWeights, WeightsSample
 from kvferry.vllm.messages import HandshakeMetadata, WorkerMetadata
-from kvferry.vllm.multi_metrics import MultiKVEvents
-from kvferry.vllm.states import state_specs, state_views
+from kvferry.vllm.metrics.multi import MultiKVEvents
 
 
 class WorkerRole(KVConnectorBase_V1):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from vllm.v1.request import RequestStatus
 
-from kvferry.vllm.block_demand import BlockDemand
+from kvferry.vllm.engine.block_demand import BlockDemand
 
 
 @dataclass(eq=False)

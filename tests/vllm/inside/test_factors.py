@@ -27,7 +27,7 @@ from vllm.model_executor.layers import rotary_embedding
 
 import vllm
 from kvferry.protocol.messages import WIRE_VERSION, Factor
-from kvferry.vllm.factors import (
+from kvferry.vllm.identity.factors import (
     COMPARED_IF_SET,
     COMPARED_OPTIONS,
     COMPARED_VARIABLES,

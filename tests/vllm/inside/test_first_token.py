@@ -10,7 +10,7 @@ from vllm.config import ModelConfig, StructuredOutputsConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
-from kvferry.vllm.first_token import FirstTokenNote
+from kvferry.vllm.engine.first_token import FirstTokenNote
 
 TICKET = {"do_remote_prefill": True, "ticket": "t"}
 NOTE = {"first_token": {"max_model_len": 64}}

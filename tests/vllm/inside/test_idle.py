@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from vllm.v1.engine.core import EngineCoreProc
 
-from kvferry.vllm.idle import EngineLoop, IdleWait, find_engine_loop
+from kvferry.vllm.engine.idle import EngineLoop, IdleWait, find_engine_loop
 
 HOUR_S = 3600.0
 DEADLINE_S = 60.0

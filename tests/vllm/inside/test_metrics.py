@@ -13,7 +13,7 @@ from kvferry.router.fleet.instance_metrics import read_metrics
 from kvferry.router.fleet.tier_metrics import LookupCounters, TierCounters, TierLevels
 from kvferry.tiers.base import TierUsage
 from kvferry.vllm import KVFerryConnector, KVFerryPushConnector
-from kvferry.vllm.offload_metrics import OffloadPromMetrics
+from kvferry.vllm.metrics.tiers import OffloadPromMetrics
 
 
 @pytest.mark.parametrize(

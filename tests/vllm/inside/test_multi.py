@@ -30,10 +30,10 @@ from kvferry.connectors.multi.requests import LimitedStep
 from kvferry.errors import ConfigError
 from kvferry.router.fleet.instance_metrics import read_metrics
 from kvferry.vllm.connector import KVFerryConnector
+from kvferry.vllm.engine.progress import VllmStep
 from kvferry.vllm.foreign import ForeignConnector
+from kvferry.vllm.identity.salts import CacheSalts
 from kvferry.vllm.multi import MultiConnector, child_configs
-from kvferry.vllm.progress import VllmStep
-from kvferry.vllm.salts import CacheSalts
 from kvferry.vllm.translate import BlocksView, VllmRequestView
 
 PULL = {

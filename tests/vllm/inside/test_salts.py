@@ -33,7 +33,7 @@ from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
-from kvferry.vllm.salts import CacheSalts
+from kvferry.vllm.identity.salts import CacheSalts
 
 NUM_IMAGE_TOKENS = 16
 

@@ -14,14 +14,14 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 import vllm
 from kvferry.errors import ConfigError
-from kvferry.vllm.release import release
-from kvferry.vllm.states import (
+from kvferry.vllm.engine.states import (
     UNSERVED_RELEASES,
     check_states,
     shorten_prefill_leg,
     state_group,
     state_views,
 )
+from kvferry.vllm.release import release
 
 pytestmark = pytest.mark.skipif(
     release(vllm.__version__) in UNSERVED_RELEASES, reason="hybrid models need vLLM 0.32"

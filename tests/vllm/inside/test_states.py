@@ -38,8 +38,8 @@ from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 
 import vllm
 from kvferry.errors import ConfigError
+from kvferry.vllm.engine.states import UNSERVED_RELEASES
 from kvferry.vllm.release import release
-from kvferry.vllm.states import UNSERVED_RELEASES
 
 pytestmark = pytest.mark.skipif(
     release(vllm.__version__) in UNSERVED_RELEASES, reason="hybrid models need vLLM 0.32"

@@ -29,7 +29,7 @@ from vllm.model_executor.utils import set_weight_attrs
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import EngineCore
 
-from kvferry.vllm.loaded_weights import LoadedWeights, WeightsSample
+from kvferry.vllm.identity.loaded_weights import LoadedWeights, WeightsSample
 
 OLD, NEW = 0, 1000
 POLICIES = ["fail", "recompute"]

@@ -17,7 +17,7 @@ from kvferry.connectors.offloading.metadata import (
     OffloadStats,
 )
 from kvferry.tiers.commands import POOL
-from kvferry.vllm.metrics import KVFerryStats
+from kvferry.vllm.metrics.transfers import KVFerryStats
 
 POOL_NAMES = {
     "kv_offload_load_bytes": "loaded_bytes",

@@ -14,7 +14,7 @@ import queue
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
-from kvferry.vllm.engine_core import find_caller
+from kvferry.vllm.engine.engine_core import find_caller
 
 FIRST_WAIT_S = 0.002
 GROWTH = 4

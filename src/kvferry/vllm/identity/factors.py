@@ -26,9 +26,9 @@ import vllm
 from kvferry.connectors.contract import ModelIdentity
 from kvferry.protocol.handshake import named_factors
 from kvferry.protocol.messages import Factor
-from kvferry.vllm.loaded_weights import LoadedWeights
+from kvferry.vllm.identity.loaded_weights import LoadedWeights
+from kvferry.vllm.identity.weights import find_model, weight_files
 from kvferry.vllm.release import cache_release
-from kvferry.vllm.weights import find_model, weight_files
 from kvferry.weight_files import digest_files, files_changed_since
 from vllm import envs
 

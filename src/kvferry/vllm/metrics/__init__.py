@@ -1,0 +1,1 @@
+"""What a vLLM server reports of kvferry: Prometheus metrics, KV events, spans."""
