@@ -216,7 +216,7 @@ def classes(path: Path, name: str = "") -> Iterator[ast.ClassDef]:
 
 
 def fields(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
-    """The name of each annotated field and the sentence below it."""
+    """The name of each annotated field, as it is sent, and the sentence below it."""
     for index, part in enumerate(node.body):
         if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
             after = node.body[index + 1] if index + 1 < len(node.body) else None
@@ -225,7 +225,9 @@ def fields(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
                 if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
                 else ""
             )
-            yield part.target.id, one_line(str(meaning))
+            named = part.value.keywords if isinstance(part.value, ast.Call) else ()
+            sent = [ast.literal_eval(each.value) for each in named if each.arg == "name"]
+            yield (sent or [part.target.id])[0], one_line(str(meaning))
 
 
 def docstring(node: ast.ClassDef) -> str:

@@ -2,7 +2,6 @@
 this version: as the consumer of a P, and as the producer of a D.
 """
 
-import base64
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -53,20 +52,6 @@ def layout_of(reply: bytes) -> dict[str, Any]:
     layout = msgspec.msgpack.decode(reply)["layout"]
     assert isinstance(layout, dict)
     return layout
-
-
-def ticket_fields(text: str) -> dict[str, Any]:
-    """Return the fields of a signed ticket, as its engine wrote them."""
-    fields = msgspec.msgpack.decode(base64.urlsafe_b64decode(text)[32:])
-    assert isinstance(fields, dict)
-    return fields
-
-
-def old_ticket_fields(text: str) -> dict[str, Any]:
-    """Return the fields of a recorded ticket, without the one that this version has not."""
-    fields = ticket_fields(text)
-    assert fields.pop("renewal_s") == 0
-    return fields
 
 
 def test_the_recording_is_of_the_version_before() -> None:
@@ -141,9 +126,7 @@ def network() -> MemoryNetwork:
 def test_an_old_d_pulls_from_this_p(network: MemoryNetwork) -> None:
     p = EngineSide("p", network, kv_lease_duration=600)
     params = p.prefill(EngineRequest("a", TOKENS), [5, 6, 7])
-    recorded = RECORDING[PULL]["params"]
-    assert params | {"ticket": ""} == recorded | {"ticket": ""}
-    assert ticket_fields(params["ticket"]) == old_ticket_fields(recorded["ticket"])
+    assert params == RECORDING[PULL]["params"]
     old = OldConsumer(PULL, network, params["remote_port"])
     with closing(old.transport):
         old.shake_hands(p)
@@ -167,10 +150,7 @@ def test_an_old_d_registers_with_this_p_and_reads_while_p_computes(network: Memo
         legs.registered()
         assert legs.ticket() == RECORDING[PUSH]["ticket"]
         legs.compute(legs.ticket())
-        offers = [codec.decode(each) for each in (old.receive(p), frame(PUSH, PushOffer))]
-        ours, recorded = (each for each in offers if isinstance(each, PushOffer))
-        assert (ours.reader, ours.ready_tokens) == (recorded.reader, recorded.ready_tokens)
-        assert ticket_fields(ours.ticket) == old_ticket_fields(recorded.ticket)
+        assert old.receive(p) == frame(PUSH, PushOffer)
         old.send(Attach)
         old.send(Confirm)
         assert old.receive(p) == frame(PUSH, Confirmed)

@@ -95,6 +95,11 @@ def test_an_oversized_ticket_is_refused_before_it_is_decoded() -> None:
         KEY.open("A" * (MAX_TICKET_CHARS + 1))
 
 
+def test_the_ticket_of_an_earlier_engines_retained_turn_is_renewed_in_time() -> None:
+    opened = KEY.open(KEY.sign(make_ticket(lease_ttl_s=480.0, renewal_s=30.0)))
+    assert opened == make_ticket(lease_ttl_s=30.0)
+
+
 def test_a_signed_ticket_of_another_version_or_shape_is_refused() -> None:
     with pytest.raises(InvalidTicket, match="version 2"):
         KEY.open(KEY.sign(make_ticket(version=2)))
@@ -122,6 +127,7 @@ def test_a_signed_ticket_of_another_version_or_shape_is_refused() -> None:
         {"serial": 0},
         {"lease_ttl_s": 0.0},
         {"lease_ttl_s": float("nan")},
+        {"renewal_s": -1.0},
         {"block_size": 0},
         {"block_runs": []},
         {"block_runs": [[(0, 0), (3, 3)]]},

@@ -59,8 +59,11 @@ class Mark:
     """A mark on the engine's stream."""
 
     is_passed: bool = False
+    error: str = ""
 
     def is_complete(self) -> bool:
+        if self.error:
+            raise RuntimeError(self.error)
         return self.is_passed
 
 
@@ -175,6 +178,13 @@ def test_a_load_waits_for_the_mark_and_its_cancel_for_the_load(rank: Rank) -> No
     assert not rank.cache[2].any()
     mark.is_passed = True
     rank.wait_for(lambda: "b" in rank.ended())
+
+
+def test_if_a_mark_cannot_be_queried_its_load_fails_and_the_engine_goes_on(rank: Rank) -> None:
+    rank.worker.submit((LoadChunks("b", (chunk(1, 2),)),), Mark(error="CUDA error"))
+    rank.wait_for(lambda: "b" in rank.ended())
+    rank.submit(StoreChunks("a", (chunk(1, 1),), 1))
+    rank.wait_for(lambda: rank.num_copied() == 1)
 
 
 def test_objects_that_are_refused_together_are_one_line_in_the_log(

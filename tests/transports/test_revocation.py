@@ -444,3 +444,32 @@ def assert_not_lent(reply: tuple[int, str]) -> None:
     status, text = reply
     assert status == wire.ReplyStatus.NOT_GRANTED
     assert f"write grant {GRANT_ID} is not active" in text
+
+
+def test_nothing_lands_in_memory_whose_transport_is_closed_while_a_peer_writes() -> None:
+    """Both sides are in one process, so the writer is another thread."""
+    network, size = MemoryNetwork(), 64 << 20
+    ours, theirs = np.ones(size, np.uint8), np.zeros(size, np.uint8)
+    writer, owner = MemoryTransport(network, True), MemoryTransport(network, True)
+    regions = [Region("r", int(each.ctypes.data), size, size, 1) for each in (ours, theirs)]
+    for transport, region in zip((writer, owner), regions, strict=True):
+        assert transport.register([region])
+    writer.connect(PEER, owner.offer(), [regions[1]])
+    owner.grant_writes(GRANT_ID, [[0]])
+    start = np.zeros(1, np.int64)
+    writer.write(PEER, [Segments(0, 0, size, start, start)], GRANT_ID)
+    ended: list[Completion] = []
+
+    def write() -> None:
+        while not ended:
+            ended.extend(writer.poll())
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    until(lambda: theirs[0])
+    owner.close()
+    landed = int(np.count_nonzero(theirs))
+    thread.join()
+    assert np.count_nonzero(theirs) == landed < size
+    assert ended[0].error
+    writer.close()

@@ -57,6 +57,10 @@ class Ticket(msgspec.Struct, frozen=True):
     lease_ttl_s: float = msgspec.field(name="ttl_s")
     """A reader must renew the lease within this many seconds."""
     version: int = TICKET_VERSION
+    renewal_s: float = 0.0
+    """Engines of earlier wire versions set it in the tickets of retained turns, whose `ttl_s` is
+    longer. `TicketKey.open` returns tickets whose `lease_ttl_s` is right.
+    """
     weights: str = ""
     """The version of the weights that computed the KV; empty for those of the engine's start."""
 
@@ -174,6 +178,8 @@ def _decode(payload: bytes) -> Ticket:
             else InvalidTicket(f"the ticket cannot be decoded: {error}")
         ) from None
     _check_ranges(ticket)
+    if ticket.renewal_s:
+        ticket = msgspec.structs.replace(ticket, lease_ttl_s=ticket.renewal_s, renewal_s=0.0)
     return ticket
 
 
@@ -190,6 +196,7 @@ def _check_ranges(ticket: Ticket) -> None:
         and len(ticket.weights) <= MAX_TICKET_NAME_CHARS
         and ticket.serial > 0
         and 0 < ticket.lease_ttl_s < 1e9
+        and 0 <= ticket.renewal_s < 1e9
         and all(count > 0 for count in counts)
         and all(first == HOLE or 0 <= first < MAX_BLOCK_ID for first in firsts)
         and sum(counts) <= MAX_BLOCKS

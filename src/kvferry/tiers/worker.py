@@ -104,22 +104,26 @@ class OffloadWorker:
         engine_seen_at: float = math.inf,
     ) -> Sequence[OffloadEvent]:
         ended = self._wait(0.0 if commands else self.idle_s() if wait_s is None else wait_s)
+        self._expect(commands)
         # The late commands are handled before the results: a `VoidStores` that was submitted before
         # its copy has ended must take effect.
-        commands = [*commands, *late_commands()]
-        self._expect(commands)
-        self._waiting += [each for each in commands if isinstance(each, threading.Event)]
+        late = late_commands()
+        self._expect(late)
+        commands = [*commands, *late]
         if self._failure:
             return self._answers() if commands else ()
-        try:
-            events = self._run(commands, ended)
-        # The cache of the tiers is lost, serving goes on.
-        except Exception as error:
-            _log.exception("the offload worker stopped because of a bug; KV is no longer offloaded")
-            self._failure = f"the offload worker has stopped: {type(error).__name__}: {error}"
-            return self._end()
+        events = self._run(commands, ended)
         self._open_loads -= {each.request for each in events if isinstance(each, LoadEnded)}
         return events
+
+    def failed(self, error: Exception) -> Sequence[OffloadEvent]:
+        """The cache of the tiers is lost, serving goes on."""
+        _log.error(
+            "the offload worker stopped because of a bug; KV is no longer offloaded",
+            exc_info=error,
+        )
+        self._failure = f"the offload worker has stopped: {type(error).__name__}: {error}"
+        return self._end()
 
     def idle_s(self) -> float:
         deadline = None if self._failure else self._jobs.next_deadline()
@@ -198,6 +202,8 @@ class OffloadWorker:
                     self._open_loads.add(request)
                 case StoreChunks(number=number):
                     self._last_store = max(self._last_store, number)
+                case threading.Event():
+                    self._waiting.append(command)
 
     def _answers(self) -> list[OffloadEvent]:
         """All loads have failed, and no copy reads the blocks of a store."""

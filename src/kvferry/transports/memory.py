@@ -158,6 +158,8 @@ class MemoryTransport(CopyingTransport[_MemoryLink]):
         )
 
     def _close(self) -> None:
+        with self._lock:  # no peer copies a slice now, and none will under a grant
+            self._write_grants.clear()
         super()._close()
         self._network.data.pop(self._number, None)
 

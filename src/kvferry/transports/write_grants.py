@@ -139,6 +139,11 @@ class WriteGrants:
         self._ended(_revoked(handle))
         return True
 
+    def clear(self) -> None:
+        """Revoke all grants, without a report."""
+        with self._lock:
+            self._granted.clear()
+
     def refusal(self, grant_id: int, addresses: Int64Array, sizes: Int64Array) -> str:
         """Why a write must be refused; empty if it is granted now."""
         with self._lock:

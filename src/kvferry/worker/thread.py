@@ -57,6 +57,11 @@ class Worker(Protocol[CommandIn, Event, SnapshotOut]):
         `idle_s` if `wait_s` is None. `late_commands` is called after the wait.
         """
 
+    def failed(self, error: Exception) -> Sequence[Event] | None:
+        """Handle the failure of a tick. Returns the events for the engine if the worker goes on;
+        None ends the thread, and with it the engine.
+        """
+
     def idle_s(self) -> float:
         """How many seconds the worker may sleep if no input arrives."""
 
@@ -105,6 +110,8 @@ class WorkerThread(Generic[Command, Event, Snapshot]):
         the other in every step.
         """
         self._is_closing = False
+        self._has_failed = False
+        """A tick has failed. Marks are no longer queried: one of them may be the reason."""
         self._failure: str | None = None
         self._snapshot = worker.snapshot()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -189,31 +196,44 @@ class WorkerThread(Generic[Command, Event, Snapshot]):
             self._worker.close()
 
     def _tick(self) -> None:
-        commands = self._take_commands()
-        # While a batch is held, its mark is queried again after MARK_INTERVAL_S.
-        wait_s = min(MARK_INTERVAL_S, self._worker.idle_s()) if self._held else None
-        events = self._worker.step(
-            commands,
-            wait_s=wait_s,
-            late_commands=self._take_commands,
-            engine_seen_at=self._engine_seen_at,
-        )
+        try:
+            events = self._step()
+        # A worker that goes on has lost its work, and answers for it.
+        except Exception as error:
+            answers = self._worker.failed(error)
+            if answers is None:
+                raise
+            events, self._has_failed = answers, True
         # In this order: if the snapshot shows no more work, all events can be taken.
         self._outbox.extend(events)
         self._snapshot = self._worker.snapshot()
         if self._worker.wakes_engine(events, self._engine_seen_at):
             self._wake_engine()
 
+    def _step(self) -> Sequence[Event]:
+        commands = self._take_commands()
+        # While a batch is held, its mark is queried again after MARK_INTERVAL_S.
+        wait_s = min(MARK_INTERVAL_S, self._worker.idle_s()) if self._held else None
+        return self._worker.step(
+            commands,
+            wait_s=wait_s,
+            late_commands=self._take_commands,
+            engine_seen_at=self._engine_seen_at,
+        )
+
     def _take_commands(self) -> list[Command]:
         """Take the commands that wait for no mark, and the batches whose mark is complete, in
         order: a batch never overtakes another.
         """
         due: list[Command] = []
-        while self._held and (self._held[0].mark is None or self._held[0].mark.is_complete()):
+        while self._held and self._is_due(self._held[0].mark):
             due += self._held.popleft().commands
         commands = [self._inbox.popleft() for _ in range(len(self._inbox))] + due
         self._num_taken += len(commands)
         return commands
+
+    def _is_due(self, mark: StreamEvent | None) -> bool:
+        return mark is None or self._has_failed or mark.is_complete()
 
 
 def _no_wakeup() -> None:

@@ -205,6 +205,10 @@ class TransferWorker:
         self._effects.perform(now)
         return self._outbox.take_events()
 
+    def failed(self, error: Exception) -> None:
+        """Nothing can vouch for the blocks any more, so the engine ends."""
+        return None
+
     def idle_s(self) -> float:
         """Return how many seconds the worker may sleep if no input arrives."""
         now = self._clock()

@@ -596,13 +596,13 @@ class Engine:
     def _held_for_tiers(self, half: OffloadingScheduler) -> dict[str, Any]:
         loads = half._loads  # noqa: SLF001
         assert loads._lookup is not None  # noqa: SLF001
-        jobs = _own_side(self.worker.worker_side)._worker._jobs  # noqa: SLF001
+        thread = _own_side(self.worker.worker_side)._thread  # noqa: SLF001
         return {
             "tracked": dict(half._tracked),  # noqa: SLF001
             "failed": dict(loads._missing),  # noqa: SLF001
             "commands": list(half._commands),  # noqa: SLF001
             "queries": dict(loads._lookup._queries),  # noqa: SLF001
-            "jobs": not jobs.is_idle,
+            "jobs": thread.snapshot().has_work,
             "streams": len(self.scheduler.connector._prefills),  # noqa: SLF001
         }
 

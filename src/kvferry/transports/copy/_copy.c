@@ -671,7 +671,7 @@ static PyObject *group_keys(PyObject *module, PyObject *args)
     return found;
 }
 
-/* The index of a host pool's segment, which pool_segment.py describes. Its owner may write to it meanwhile. */
+/* The index of a host pool's segment, which tiers/pool/segment.py describes. Its owner may write to it meanwhile. */
 #define SLOTS 8
 #define AHEAD 16
 

@@ -175,7 +175,8 @@ class _Reads(AgentWork):
 
     def load(self) -> None:
         served, landing = _mapped(self._settings)
-        self._cache = landing
+        self._address = landing.ctypes.data
+        self._cache = landing  # keeps the memory mapped
         self._engines = _Engines(lambda: _started(self._settings, served))
         port, incarnation = (
             self._engines.serving.get_rpc_port(),
@@ -192,7 +193,7 @@ class _Reads(AgentWork):
 
     def _read(self, message: bytes) -> int:
         call = msgspec.msgpack.decode(message, type=ReadCall)
-        local = [self._cache.ctypes.data + offset for offset in call.local]
+        local = [self._address + offset for offset in call.local]
         engine = self._engines.reader(call.peer, call.incarnation)
         return int(engine.batch_transfer_sync_read(call.peer, local, call.remote, call.sizes))
 

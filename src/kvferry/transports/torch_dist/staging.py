@@ -122,13 +122,7 @@ class StagingPool:
     @contextmanager
     def buffer(self) -> Iterator[StagingBuffer]:
         """Lend a buffer. TransportError if none is returned in time."""
-        with self._changed:
-            if not self._changed.wait_for(self._is_available, STALL_TIMEOUT_S):
-                raise TransportError(
-                    f"all {self._max_buffers} staging buffers are in use; raise mem_pool_size_gb"
-                )
-            self._check_open()
-            taken = self._free.pop() if self._free else self._make()
+        taken = self._take()
         try:
             yield taken
         finally:
@@ -148,13 +142,26 @@ class StagingPool:
             self._changed.wait_for(lambda: not self._num_copying)
             self._close_free()
 
-    def _make(self) -> StagingBuffer:
+    def _take(self) -> StagingBuffer:
+        with self._changed:
+            if not self._changed.wait_for(self._is_available, STALL_TIMEOUT_S):
+                raise TransportError(
+                    f"all {self._max_buffers} staging buffers are in use; raise mem_pool_size_gb"
+                )
+            self._check_open()
+            if self._free:
+                return self._free.pop()
+            self._num_buffers += 1
+        # Without the lock: copies of other threads must not wait for the allocation.
         try:
-            made = StagingBuffer(self._like, self._copying)
-        except (RuntimeError, MemoryError) as error:  # torch's class for lack of memory
-            raise TransportError(f"no memory for a staging buffer: {error}") from error
-        self._num_buffers += 1
-        return made
+            return StagingBuffer(self._like, self._copying)
+        except BaseException as error:
+            with self._changed:
+                self._num_buffers -= 1
+                self._changed.notify_all()
+            if isinstance(error, RuntimeError | MemoryError):  # torch's class for lack of memory
+                raise TransportError(f"no memory for a staging buffer: {error}") from error
+            raise
 
     def _is_available(self) -> bool:
         return self._is_closed or bool(self._free) or self._num_buffers < self._max_buffers
