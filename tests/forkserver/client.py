@@ -28,7 +28,7 @@ from kvferry.cli.cluster.processes import ProcessHandle
 ROOT = Path(__file__).parents[2]
 START_S = 300.0
 """The first import of vLLM after its installation takes minutes on a busy machine."""
-END_S = 10.0
+END_S = 60.0
 INSIDE = ("ip", "netns", "exec")
 
 
