@@ -202,6 +202,7 @@ def test_tokens_are_right_if_each_tier_has_a_part_of_the_kv(
     engine = replace(setup, sizes=("4MiB", "8MiB")).serve(cluster, "engine", *NO_PREFIX_CACHE)
     prompts = PROMPTS[: len(expected)]
     assert asyncio.run(ask_all(engine, prompts)) == expected
+    asyncio.run(settled(engine))  # all stores have ended
     assert asyncio.run(ask_all(engine, prompts[::-1])) == expected[::-1]
     found = asyncio.run(settled(engine))
     assert all(found[f"kvferry:tier_loads_total/{tier}"] for tier in setup.names), found
