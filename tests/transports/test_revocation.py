@@ -447,7 +447,6 @@ def assert_not_lent(reply: tuple[int, str]) -> None:
 
 
 def test_nothing_lands_in_memory_whose_transport_is_closed_while_a_peer_writes() -> None:
-    """Both sides are in one process, so the writer is another thread."""
     network, size = MemoryNetwork(), 64 << 20
     ours, theirs = np.ones(size, np.uint8), np.zeros(size, np.uint8)
     writer, owner = MemoryTransport(network, True), MemoryTransport(network, True)
