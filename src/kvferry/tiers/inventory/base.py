@@ -18,7 +18,7 @@ MAX_TEXT_BYTES = 1 << 20
 """The longest description of a namespace that is read."""
 
 NoteProgress = Callable[[int], None]
-"""Is told now and then how many entries a walk has seen so far."""
+"""A walk calls it now and then with the number of entries seen so far."""
 
 
 class Condition(Enum):
