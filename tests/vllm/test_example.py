@@ -47,7 +47,9 @@ class Servers:
 
 
 def start(fleet: Fleet, folder: Path, name: str) -> Engine:
-    transfer = documented("A shared folder, and decoding alone")[name == "d"].transfer
+    (for_p,) = documented("A shared folder, and decoding alone")
+    role = {"p": "kv_producer", "d": "kv_consumer"}[name]
+    transfer = {**for_p.transfer, "kv_role": role}
     extra = {"shared_storage_path": str(folder)}
     cores = "1" if name == "d" else "0"
     return fleet.vllm(name, NO_PREFIX_CACHE, transfer=transfer, extra=extra, cores=cores)

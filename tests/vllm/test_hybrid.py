@@ -87,7 +87,7 @@ def hybrid(
     subprocess.run([PYTHON, MAKER, name, directory / "model"], check=True)
     for file in model.glob("tokenizer*"):
         shutil.copy(file, directory / "model")
-    for_p, for_d, _ = documented("Push")
+    for_p, for_d = documented("Push")
     chunks = ("--max-num-batched-tokens", "256", "--max-num-seqs", "64")
     with Fleet(directory, directory / "model") as fleet:
         plain = fleet.vllm("plain", *MODELS[name], transfer=None, cores="0-1")

@@ -138,7 +138,7 @@ async def talking(scene: Scene) -> AsyncIterator[tuple[aiohttp.ClientSession, st
 
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Scene]:
-    for_p, for_d, _ = documented("Conversations")
+    for_p, for_d = documented("Conversations")
     with Fleet(tmp_path_factory.mktemp("reuse"), model) as fleet:
         p = fleet.vllm("prefill", UNCACHED, transfer=for_p.transfer, extra=EAGER)
         d = fleet.vllm("decode", transfer=for_d.transfer, extra=EAGER, cores="1")
