@@ -48,8 +48,7 @@ class Servers:
 
 def start(fleet: Fleet, folder: Path, name: str) -> Engine:
     (for_p,) = documented("A shared folder, and decoding alone")
-    role = {"p": "kv_producer", "d": "kv_consumer"}[name]
-    transfer = {**for_p.transfer, "kv_role": role}
+    transfer = {**for_p.transfer, "kv_role": "kv_producer" if name == "p" else "kv_consumer"}
     extra = {"shared_storage_path": str(folder)}
     cores = "1" if name == "d" else "0"
     return fleet.vllm(name, NO_PREFIX_CACHE, transfer=transfer, extra=extra, cores=cores)
