@@ -358,7 +358,11 @@ async def post(
 
 
 def new_session(timeout_s: float = REQUEST_S) -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s))
+    # A connection for each request: a server may close an idle one just when a request is written.
+    connector = aiohttp.TCPConnector(force_close=True)
+    return aiohttp.ClientSession(
+        connector=connector, timeout=aiohttp.ClientTimeout(total=timeout_s)
+    )
 
 
 async def ask_all(
