@@ -27,7 +27,7 @@ import numpy as np
 
 from kvferry.errors import ConfigError
 from kvferry.logs import repeats_of
-from kvferry.tiers.backoff import StorageFailed, StorageHealth
+from kvferry.tiers.backoff import StorageFailed, StorageHealth, StorageNotAsked
 from kvferry.tiers.base import (
     EntryKey,
     LoadOutcome,
@@ -128,12 +128,12 @@ class DiskTier:
         return LoadResult(LoadOutcome.REFUSED, f"{path} {refusal}")
 
     def store(self, key: EntryKey, payload: memoryview) -> StoreResult:
-        paused = self._storing.pause_reason()
-        if paused is not None:
-            return StoreResult(StoreOutcome.DROPPED, paused)
         path = self._path(key)
         try:
+            self._storing.check()
             result = self._store(path, key, payload)
+        except StorageNotAsked as pause:
+            return StoreResult(StoreOutcome.DROPPED, str(pause))
         except OSError as error:
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             advice = "; free space, or lower the disk tier's size" if is_full else ""

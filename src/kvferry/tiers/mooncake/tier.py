@@ -142,10 +142,8 @@ class MooncakeTier:
         return result
 
     def store(self, key: EntryKey, payload: memoryview) -> StoreResult:
-        paused = self._storing.pause_reason()
-        if paused is not None:
-            return StoreResult(StoreOutcome.DROPPED, paused)
         try:
+            self._storing.check()
             code = self._write(key, payload)
         except StorageNotAsked as pause:
             return StoreResult(StoreOutcome.DROPPED, str(pause))
