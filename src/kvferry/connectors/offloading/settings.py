@@ -122,7 +122,7 @@ def open_tiers(
         tiers["disk"] = DiskTier(Path(disk.path), namespace, secret, max_bytes)
     # The others are imported on demand: the packages that they need are extras.
     if mooncake:
-        from kvferry.tiers.mooncake.agent_process import MooncakePlace
+        from kvferry.tiers.mooncake.agent import MooncakePlace
         from kvferry.tiers.mooncake.tier import MooncakeTier
 
         pool = MooncakePlace(

@@ -28,8 +28,8 @@ from kvferry.tiers.base import (
 )
 from kvferry.tiers.envelope import HEADER_BYTES, Envelope, Refusal
 from kvferry.tiers.keys import Namespace
-from kvferry.tiers.mooncake.agent import Call, Operation
-from kvferry.tiers.mooncake.agent_process import AgentProcess, Lane, MooncakePlace
+from kvferry.tiers.mooncake.agent import Call, MooncakePlace, Operation
+from kvferry.tiers.mooncake.agent_process import AgentProcess, Lane
 from kvferry.transports.mooncake.process import AgentFailed
 
 TOLERATED_FAILURES = 2
