@@ -19,7 +19,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -47,10 +47,40 @@ FOLDER_NAME = re.compile(r"[0-9a-f]{2}\Z")
 ENTRY_NAME = re.compile(r"[0-9a-f]{64}\Z")
 DRAFT_NAME = re.compile(r"\.([0-9a-f]{64}|namespace\.json)\.[0-9a-f]{16}\.tmp\Z")
 
+NoteFailure = Callable[[str | Path, OSError], None]
+
 
 def draft_name(name: str) -> str:
     """A name under which one writer writes a file."""
     return f".{name}.{secrets.token_hex(8)}.tmp"
+
+
+def listing(path: str | Path, failed: NoteFailure | None = None) -> "Iterator[os.DirEntry[str]]":
+    """What is in a folder; nothing if it cannot be read or was deleted meanwhile. If it cannot be
+    read, `failed` is called.
+    """
+    try:
+        with os.scandir(path) as files:
+            yield from files
+    except OSError as error:
+        if failed is not None and error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            failed(path, error)
+
+
+def folders(
+    path: str | Path, name: re.Pattern[str], failed: NoteFailure | None = None
+) -> "Iterator[os.DirEntry[str]]":
+    """The folders with such a name in a folder. Links are not followed."""
+    for folder in listing(path, failed):
+        if name.match(folder.name) is not None and folder.is_dir(follow_symlinks=False):
+            yield folder
+
+
+def is_stale(draft: os.stat_result) -> bool:
+    """Whether a draft belongs to a dead writer. One from the future does: the clock was set back
+    since.
+    """
+    return abs(time.time() - draft.st_mtime) > DRAFT_MAX_AGE_S
 
 
 class _StoredFile(NamedTuple):
@@ -223,7 +253,6 @@ class _Scan:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._now = time.time()
         self.used_bytes = 0
         self.num_entries = 0
         self.is_complete = True
@@ -231,13 +260,13 @@ class _Scan:
 
     def files(self) -> Iterator[_StoredFile]:
         """Yield the entries, and delete the drafts of dead writers."""
-        for namespace in self._folders(self._root, NAMESPACE_NAME):
+        for namespace in folders(self._root, NAMESPACE_NAME, self._note_failure):
             yield from self._files_of(namespace)  # drafts of its description
-            for folder in self._folders(namespace.path, FOLDER_NAME):
+            for folder in folders(namespace.path, FOLDER_NAME, self._note_failure):
                 yield from self._files_of(folder)
 
     def _files_of(self, folder: "os.DirEntry[str]") -> Iterator[_StoredFile]:
-        for file in self._listing(folder.path):
+        for file in listing(folder.path, self._note_failure):
             is_draft = DRAFT_NAME.match(file.name) is not None
             if not is_draft and ENTRY_NAME.match(file.name) is None:
                 continue
@@ -245,8 +274,7 @@ class _Scan:
                 found = file.stat(follow_symlinks=False)
             except OSError:
                 continue  # another engine deleted it
-            # A draft from the future is stale too: the clock was set back since.
-            if is_draft and abs(self._now - found.st_mtime) > DRAFT_MAX_AGE_S:
+            if is_draft and is_stale(found):
                 with suppress(OSError):
                     os.unlink(file.path)
                     continue
@@ -255,22 +283,10 @@ class _Scan:
                 self.num_entries += 1
                 yield _StoredFile(found.st_mtime, file.path, found.st_size)
 
-    def _folders(self, path: str | Path, name: re.Pattern[str]) -> "Iterator[os.DirEntry[str]]":
-        for folder in self._listing(path):
-            if name.match(folder.name) is not None and folder.is_dir(follow_symlinks=False):
-                yield folder
-
-    def _listing(self, path: str | Path) -> "Iterator[os.DirEntry[str]]":
-        """What is in a folder; nothing if it cannot be read or was deleted meanwhile."""
-        try:
-            with os.scandir(path) as listing:
-                yield from listing
-        except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ENOTDIR):
-                return
-            if self.is_complete:
-                _log.warning("cannot read %s: %s", path, error.strerror)
-            self.is_complete = False
+    def _note_failure(self, path: str | Path, error: OSError) -> None:
+        if self.is_complete:
+            _log.warning("cannot read %s: %s", path, error.strerror)
+        self.is_complete = False
 
 
 class DiskSweeper:
