@@ -95,11 +95,13 @@ _BEFORE_ALL = _StoredFile(float("-inf"), "", 0)
 
 
 class DiskSpace:
-    """What the folder holds, as far as this process knows. Any thread may call any method."""
+    """What the folder holds, as far as this process knows, and the thread that sweeps it: at the
+    start, every `SWEEP_INTERVAL_S`, and when room is wanted. Any thread may call any method.
+    """
 
     def __init__(self, root: Path, max_bytes: int | None, watched_folder: str = "") -> None:
-        """`max_bytes` None: this process neither scans nor evicts. `watched_folder` is that of the
-        namespace whose entries may be watched.
+        """`max_bytes` None: this process neither scans nor evicts, and needs no thread.
+        `watched_folder` is that of the namespace whose entries may be watched.
         """
         self._root = root
         self._watched_folder = f"{watched_folder}/"
@@ -113,7 +115,22 @@ class DiskSpace:
         self._watched: set[EntryKey] = set()
         self._lost: list[EntryKey] = []
         """Entries that were watched, until `take_lost`."""
-        self._is_cancelled = False
+        self._wanted = threading.Event()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvferry-disk-sweeper", daemon=True)
+
+    def start(self) -> None:
+        if self._max_bytes is not None:
+            self._thread.start()
+
+    def close(self) -> None:
+        """Stop the thread. A thread that hangs in a call to the file system is left behind; it
+        ends with the process. Idempotent.
+        """
+        self._closing.set()
+        self._wanted.set()
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_S)
 
     def has_room(self, size_bytes: int) -> bool:
         """Whether an entry may be stored. If not, a sweep makes room for it."""
@@ -121,9 +138,10 @@ class DiskSpace:
             return True
         if size_bytes <= self._max_bytes:
             self._wanted_bytes = max(self._wanted_bytes, size_bytes)
+        self._wanted.set()
         return False
 
-    def is_nearly_full(self) -> bool:
+    def _is_nearly_full(self) -> bool:
         return self._max_bytes is not None and self._used_bytes > min(
             WAKE_FRACTION * self._max_bytes, self._max_bytes - self._wanted_bytes
         )
@@ -133,6 +151,8 @@ class DiskSpace:
         with self._lock:
             self._num_entries = max(0, self._num_entries + num_entries)
             self._used_bytes = max(0, self._used_bytes + size_bytes)
+        if num_entries > 0 and self._is_nearly_full():
+            self._wanted.set()
 
     def usage(self) -> TierUsage:
         with self._lock:
@@ -144,8 +164,9 @@ class DiskSpace:
         """Report these entries by `take_lost` when a scan does not find them, or when this process
         evicts them.
         """
-        with self._lock:
-            self._watched.update(keys)
+        if self._max_bytes is not None:
+            with self._lock:
+                self._watched.update(keys)
 
     def take_lost(self) -> list[EntryKey]:
         with self._lock:
@@ -157,17 +178,13 @@ class DiskSpace:
         enough. Return whether it is. Raises nothing for what the file system or other processes do.
         """
         tried: _StoredFile | None = _BEFORE_ALL
-        while tried is not None and not self._is_cancelled:
+        while tried is not None and not self._closing.is_set():
             tried = self._scan_and_evict(tried)
-        is_small = not self.is_nearly_full()
+        is_small = not self._is_nearly_full()
         # A store that finds no room again says so; an entry that fits never must not empty the
         # folder at every sweep.
         self._wanted_bytes = 0
         return is_small
-
-    def cancel(self) -> None:
-        """Make a sweep in another thread, and all later ones, end soon."""
-        self._is_cancelled = True
 
     def _scan_and_evict(self, tried: _StoredFile) -> _StoredFile | None:
         """Evict entries that come after those that this sweep has tried. Return the last one if the
@@ -179,7 +196,7 @@ class DiskSpace:
         scan = _Scan(self._root)
         files = self._until_cancelled(scan.files(), unseen)
         oldest = heapq.nsmallest(MAX_EVICTIONS_PER_SCAN, (each for each in files if each > tried))
-        if self._is_cancelled:
+        if self._closing.is_set():
             return None
         if scan.is_complete:
             self._note_lost(unseen)
@@ -191,10 +208,10 @@ class DiskSpace:
             # folder then seems larger than it is, never smaller.
             self._used_bytes = scan.used_bytes + max(0, self._used_bytes - used_before)
             self._num_entries = scan.num_entries + max(0, self._num_entries - entries_before)
-        if not self.is_nearly_full():
+        if not self._is_nearly_full():
             return None
         self._evict(oldest)
-        return oldest[-1] if oldest and self.is_nearly_full() else None
+        return oldest[-1] if oldest and self._is_nearly_full() else None
 
     def _evict(self, oldest: list[_StoredFile]) -> None:
         """Delete files, the least recently used first. Those that cannot be deleted keep their
@@ -203,7 +220,7 @@ class DiskSpace:
         assert self._max_bytes is not None
         goal_bytes = min(GOAL_FRACTION * self._max_bytes, self._max_bytes - self._wanted_bytes)
         for file in oldest:
-            if self._used_bytes <= goal_bytes or self._is_cancelled:
+            if self._used_bytes <= goal_bytes or self._closing.is_set():
                 break
             try:
                 os.unlink(file.path)
@@ -228,7 +245,7 @@ class DiskSpace:
     ) -> Iterator[_StoredFile]:
         """Yield the files, and remove the entries among them from `unseen`."""
         for file in files:
-            if self._is_cancelled:
+            if self._closing.is_set():
                 return
             if unseen and self._is_watched(file):
                 unseen.discard(_key_of(file))
@@ -242,6 +259,20 @@ class DiskSpace:
             lost = self._watched.intersection(keys)
             self._watched -= lost
             self._lost += lost
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            is_small = False
+            try:
+                is_small = self.sweep()
+            except Exception:
+                # Without sweeps the folder reaches its limit: stores are dropped, loads go on.
+                _log.exception("the sweep of a disk tier failed")
+            if not is_small:
+                # Nothing could be evicted, and every dropped store asks for a sweep.
+                self._closing.wait(FULL_INTERVAL_S)
+            self._wanted.wait(SWEEP_INTERVAL_S)
+            self._wanted.clear()
 
 
 def _key_of(file: _StoredFile) -> EntryKey:
@@ -287,45 +318,3 @@ class _Scan:
         if self.is_complete:
             _log.warning("cannot read %s: %s", path, error.strerror)
         self.is_complete = False
-
-
-class DiskSweeper:
-    """The thread that sweeps a folder: at the start, every `interval_s`, and when it is woken."""
-
-    def __init__(self, space: DiskSpace, interval_s: float = SWEEP_INTERVAL_S) -> None:
-        self._space = space
-        self._interval_s = interval_s
-        self._wanted = threading.Event()
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvferry-disk-sweeper", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def wake(self) -> None:
-        """Sweep soon."""
-        self._wanted.set()
-
-    def close(self) -> None:
-        """Stop the thread. A thread that hangs in a call to the file system is left behind; it
-        ends with the process. Idempotent.
-        """
-        self._closing.set()
-        self._space.cancel()
-        self._wanted.set()
-        if self._thread.is_alive():
-            self._thread.join(CLOSE_S)
-
-    def _run(self) -> None:
-        while not self._closing.is_set():
-            is_small = False
-            try:
-                is_small = self._space.sweep()
-            except Exception:
-                # Without sweeps the folder reaches its limit: stores are dropped, loads go on.
-                _log.exception("the sweep of a disk tier failed")
-            if not is_small:
-                # Nothing could be evicted, and every dropped store asks for a sweep.
-                self._closing.wait(FULL_INTERVAL_S)
-            self._wanted.wait(self._interval_s)
-            self._wanted.clear()
