@@ -28,7 +28,6 @@ from kvferry.config import (
     ObjectTierConfig,
     OffloadingExtraConfig,
     P2pNcclExtraConfig,
-    TierConfig,
 )
 from kvferry.config.fields import described
 from kvferry.connectors.offloading.metadata import LOOKUP_COUNTERS, TIER_COUNTERS, TIER_LEVELS
@@ -170,9 +169,7 @@ def settings_table(settings: type) -> str:
             )
         value = one_line(described(hints[field.name]))
         value = value.replace(" that is not empty and has no NUL character", "")
-        is_required = issubclass(settings, TierConfig) and field.name in settings.required
-        default = "required" if is_required else default_of(field)
-        rows.append(f"| `{field.name}` | {value} | {default} | {meanings[field.name]} |")
+        rows.append(f"| `{field.name}` | {value} | {default_of(field)} | {meanings[field.name]} |")
     return "\n".join(rows)
 
 

@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvferry.tiers.base import EntryKey, LoadOutcome, LoadResult, StoreOutcome, StoreResult
-from kvferry.tiers.commands import Chunk, ContentsChanged, OffloadCommand, OffloadEvent, StoreChunks
+from kvferry.tiers.commands import (
+    Chunk,
+    ContentsChanged,
+    OffloadCommand,
+    OffloadEvent,
+    StoreChunks,
+    TiersCounted,
+)
 from kvferry.tiers.jobs.base import (
     CopyResult,
     LoadEntry,
@@ -87,22 +94,22 @@ class Rank:
     def perform(self, task: Task) -> TaskResult:
         """Do what a task says, with the tiers in good health."""
         match task:
-            case StoreRows(_, rows):
+            case StoreRows(rows):
                 return CopyResult(self.copier.save(rows))
-            case LoadRows(_, rows):
+            case LoadRows(rows):
                 return CopyResult(self.copier.load(rows))
-            case LoadEntry(_, tier, key, row, size):
+            case LoadEntry(tier, key, row, size):
                 if (tier, key) not in self.stored:
                     return LoadResult(LoadOutcome.MISSING)
                 self.pool.row(row)[:size] = self.stored[tier, key]
                 return LoadResult(LoadOutcome.LOADED)
-            case StoreEntry(_, tier, key, row, size):
+            case StoreEntry(tier, key, row, size):
                 self.stored[tier, key] = bytes(self.pool.row(row)[:size])
                 return StoreResult(StoreOutcome.STORED)
 
     def finish(self, task: Task, result: TaskResult | None = None) -> None:
         self.tasks.remove(task)
-        self.jobs.complete(task.task_id, result or self.perform(task), 0.001, self.now)
+        self.jobs.complete(task, result or self.perform(task), 0.001, self.now)
         self._collect()
 
     def finish_all(self) -> None:
@@ -125,11 +132,12 @@ class Rank:
     def _collect(self) -> None:
         reports = self.jobs.drain()
         self.tasks += reports.tasks
-        for tier, row in reports.counts.items():
-            self._counts.setdefault(tier, Counter()).update(row)
         for event in reports.events:
             if isinstance(event, ContentsChanged):
                 self._note_contents(event)
+            elif isinstance(event, TiersCounted):
+                for tier, row in event.counts.items():
+                    self._counts.setdefault(tier, Counter()).update(row)
             else:
                 self.events.append(event)
 

@@ -18,8 +18,8 @@ from tests.ports import reserve_port
 from kvferry.errors import MissingDependency
 from kvferry.tiers.base import EntryKey, Tier
 from kvferry.tiers.keys import Namespace
-from kvferry.tiers.mooncake.agent import Call, Operation
-from kvferry.tiers.mooncake.agent_process import AgentProcess, MooncakePlace
+from kvferry.tiers.mooncake.agent import Call, MooncakePlace, Operation
+from kvferry.tiers.mooncake.agent_process import AgentProcess
 from kvferry.tiers.mooncake.tier import MooncakeTier
 from kvferry.types import Address
 

@@ -1,67 +1,100 @@
-"""Tests of the pauses after failures of a storage. They have no clock: `now` is a number."""
+"""Tests of the pauses after failures of a storage. The test advances the clock."""
 
-from kvferry.tiers.backoff import FailureBackoff
+import pytest
 
-
-def test_a_storage_that_works_is_always_allowed() -> None:
-    backoff = FailureBackoff(first_s=5, max_s=60)
-    assert backoff.allows(0)
-    backoff.succeeded()
-    assert backoff.allows(0)
-
-
-def test_a_failure_stops_attempts_for_a_while() -> None:
-    backoff = FailureBackoff(first_s=5, max_s=60)
-    backoff.failed(10, "disk full")
-    assert backoff.last_reason == "disk full"
-    assert not backoff.allows(14.9)
-    assert backoff.allows(15)
+from kvferry.testing.local import ManualClock
+from kvferry.tiers.backoff import (
+    FIRST_PAUSE_S,
+    MAX_PAUSE_S,
+    StorageHealth,
+    StorageNotAsked,
+)
 
 
-def test_tolerated_failures_have_no_consequence_and_a_success_forgets_them() -> None:
-    backoff = FailureBackoff(first_s=5, max_s=60, tolerated=2)
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def health(clock: ManualClock) -> StorageHealth:
+    return StorageHealth(clock)
+
+
+def is_allowed(health: StorageHealth) -> bool:
+    try:
+        health.check()
+    except StorageNotAsked:
+        return False
+    return True
+
+
+def test_a_storage_that_works_is_always_allowed(health: StorageHealth) -> None:
+    assert is_allowed(health)
+    health.succeeded()
+    assert is_allowed(health)
+
+
+def test_a_failure_stops_attempts_for_a_while(health: StorageHealth, clock: ManualClock) -> None:
+    health.failed("disk full")
+    with pytest.raises(StorageNotAsked, match="waiting after a failure: disk full"):
+        health.check()
+    clock.advance(FIRST_PAUSE_S - 0.5)
+    assert not is_allowed(health)
+    clock.advance(0.5)
+    assert is_allowed(health)
+
+
+def test_tolerated_failures_have_no_consequence_and_a_success_forgets_them(
+    clock: ManualClock,
+) -> None:
+    health = StorageHealth(clock, tolerated=2)
     for _ in range(3):
-        backoff.failed(0, "slow")
-        backoff.failed(0, "slow")
-        assert backoff.allows(0)
-        backoff.succeeded()
+        health.failed("slow")
+        health.failed("slow")
+        assert is_allowed(health)
+        health.succeeded()
     for _ in range(3):
-        backoff.failed(0, "slow")
-    assert not backoff.allows(0)
+        health.failed("slow")
+    assert not is_allowed(health)
 
 
-def test_after_a_pause_one_caller_tries() -> None:
-    backoff = FailureBackoff(first_s=5, max_s=60)
-    backoff.failed(0, "down")
-    assert [backoff.allows(5), backoff.allows(5), backoff.allows(9)] == [True, False, False]
-    assert backoff.allows(10), "a caller that never reported blocks all others for ever"
+def test_after_a_pause_one_caller_tries(health: StorageHealth, clock: ManualClock) -> None:
+    health.failed("down")
+    clock.advance(FIRST_PAUSE_S)
+    assert [is_allowed(health), is_allowed(health)] == [True, False]
+    clock.advance(FIRST_PAUSE_S)
+    assert is_allowed(health), "a caller that never reported blocks all others for ever"
 
 
-def test_pauses_double_up_to_the_longest() -> None:
-    backoff = FailureBackoff(first_s=5, max_s=30)
-    now, pauses = 0.0, []
-    for _ in range(5):
-        backoff.failed(now, "down")
-        began = now
-        while not backoff.allows(now):
-            now += 1
-        pauses.append(now - began)
-    assert pauses == [5, 10, 20, 30, 30]
+def test_pauses_double_up_to_the_longest(health: StorageHealth, clock: ManualClock) -> None:
+    pauses = []
+    for _ in range(6):
+        health.failed("down")
+        began = clock()
+        while not is_allowed(health):
+            clock.advance(1)
+        pauses.append(clock() - began)
+    assert pauses == [5, 10, 20, 40, MAX_PAUSE_S, MAX_PAUSE_S]
 
 
-def test_attempts_that_fail_during_a_pause_do_not_prolong_it() -> None:
-    backoff = FailureBackoff(first_s=5, max_s=60)
+def test_attempts_that_fail_during_a_pause_do_not_prolong_it(
+    health: StorageHealth, clock: ManualClock
+) -> None:
     for _ in range(16):
-        backoff.failed(0, "down")
-    backoff.failed(4, "down")
-    assert backoff.allows(5)
+        health.failed("down")
+    clock.advance(4)
+    health.failed("down")
+    clock.advance(1)
+    assert is_allowed(health)
 
 
-def test_a_success_ends_the_pauses() -> None:
-    backoff = FailureBackoff(first_s=5, max_s=60)
-    backoff.failed(0, "down")
-    assert backoff.allows(5)
-    backoff.succeeded()
-    assert backoff.allows(5)
-    backoff.failed(6, "down")
-    assert backoff.allows(11)
+def test_a_success_ends_the_pauses(health: StorageHealth, clock: ManualClock) -> None:
+    health.failed("down")
+    clock.advance(FIRST_PAUSE_S)
+    assert is_allowed(health)
+    health.succeeded()
+    assert is_allowed(health)
+    health.failed("down")
+    clock.advance(FIRST_PAUSE_S)
+    assert is_allowed(health)

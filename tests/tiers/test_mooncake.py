@@ -36,8 +36,8 @@ from kvferry.testing.tier_conformance import (
 from kvferry.tiers.backoff import StorageFailed
 from kvferry.tiers.base import EntryKey, LoadOutcome, LoadResult, StoreOutcome, StoreResult
 from kvferry.tiers.envelope import HEADER_BYTES
-from kvferry.tiers.mooncake.agent import Call, Operation
-from kvferry.tiers.mooncake.agent_process import NUM_LANES, AgentProcess, MooncakePlace
+from kvferry.tiers.mooncake.agent import Call, MooncakePlace, Operation
+from kvferry.tiers.mooncake.agent_process import NUM_LANES, AgentProcess
 from kvferry.tiers.mooncake.tier import MooncakeDeadlines, MooncakeTier
 from kvferry.transports.mooncake.process import AgentFailed
 from kvferry.types import Address
@@ -401,7 +401,7 @@ def test_objects_of_a_killed_lender_are_missing_and_others_are_stored(
 KILLED_ENGINE = """
 import os, signal, sys
 from kvferry.testing.tier_conformance import NAMESPACE, SECRET
-from kvferry.tiers.mooncake.agent_process import MooncakePlace
+from kvferry.tiers.mooncake.agent import MooncakePlace
 from kvferry.tiers.mooncake.tier import MooncakeTier
 from kvferry.types import Address
 master = Address("127.0.0.1", int(sys.argv[1]))

@@ -10,7 +10,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -90,9 +89,10 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
-    with stop_signals(), _inventories(arguments) as inventories:
+    with stop_signals():
         places = [
-            _Place(inventory, _chosen(inventory, arguments.namespace)) for inventory in inventories
+            _Place(inventory, _chosen(inventory, arguments.namespace))
+            for inventory in _inventories(arguments)
         ]
         if arguments.namespace is not None and not any(place.namespaces for place in places):
             raise ConfigError(
@@ -147,28 +147,24 @@ def _named(arguments: argparse.Namespace) -> tuple[object, ...]:
     return arguments.disk, arguments.object, arguments.pool
 
 
-@contextmanager
-def _inventories(arguments: argparse.Namespace) -> Iterator[list[Inventory]]:
+def _inventories(arguments: argparse.Namespace) -> list[Inventory]:
     is_default = not any(_named(arguments))
     needs_secret = arguments.action == "verify" and any((arguments.disk, arguments.object))
     secret = _secret(os.environ) if needs_secret else b""
-    with ExitStack() as stack:
-        found: list[Inventory] = []
-        if arguments.pool or is_default:
-            found.append(PoolInventory(arguments.pool or default_folder(), CpuRowCopier))
-        if arguments.disk:
-            found.append(DiskInventory(arguments.disk, secret))
-        if arguments.object:
-            check_extra("kvferry store --object", "object")
-            # Imported on demand: it needs a package of an extra.
-            from kvferry.tiers.inventory.bucket import BucketInventory
-            from kvferry.tiers.object_store import Bucket
+    found: list[Inventory] = []
+    if arguments.pool or is_default:
+        found.append(PoolInventory(arguments.pool or default_folder(), CpuRowCopier))
+    if arguments.disk:
+        found.append(DiskInventory(arguments.disk, secret))
+    if arguments.object:
+        check_extra("kvferry store --object", "object")
+        # Imported on demand: it needs a package of an extra.
+        from kvferry.tiers.inventory.bucket import BucketInventory
+        from kvferry.tiers.object_store import Bucket
 
-            place = Bucket(arguments.object, arguments.prefix, arguments.endpoint, arguments.region)
-            found.append(BucketInventory(place, secret))
-        for inventory in found:
-            stack.enter_context(closing(inventory))
-        yield found
+        place = Bucket(arguments.object, arguments.prefix, arguments.endpoint, arguments.region)
+        found.append(BucketInventory(place, secret))
+    return found
 
 
 def _secret(environ: Mapping[str, str]) -> bytes:

@@ -5,8 +5,8 @@ copied into docs/configuration.md.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Annotated, Any, ClassVar, Self
+from dataclasses import MISSING, dataclass, fields
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from msgspec import Meta
 
@@ -59,19 +59,18 @@ ONLY_OFF: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class TierConfig(ExtraConfig):
-    """Settings of one tier."""
+    """Settings of one tier. Those without a default are required."""
 
     name: ClassVar[str]
     short_form: ClassVar[str] = ""
     """The field that a bare value sets, as in `{"cpu": "8GiB"}`."""
-    required: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any], connector: str) -> Self:
         refuse_unknown_keys(mapping, [f.name for f in fields(cls)], connector)
-        missing = [key for key in cls.required if key not in mapping]
-        if missing:
-            raise ConfigError(f"{missing[0]} is missing; the tier {cls.name} needs it")
+        for field in fields(cls):
+            if field.default is MISSING and field.name not in mapping:
+                raise ConfigError(f"{field.name} is missing; the tier {cls.name} needs it")
         return cls(**mapping)
 
 
@@ -81,9 +80,8 @@ class CpuTierConfig(TierConfig):
 
     name = "cpu"
     short_form = "size"
-    required = ("size",)
 
-    size: Size = 0
+    size: Size
     """How much host memory this engine adds, over all its ranks."""
     store_after: Count = 1
     """A chunk is stored when requests have needed it this often."""
@@ -94,11 +92,10 @@ class DiskTierConfig(TierConfig):
     """Settings of the tier `disk`: files in a folder that several engines may share."""
 
     name = "disk"
-    required = ("path", "size")
 
-    path: Text = "."
+    path: Text
     """The folder. It may be on a network file system."""
-    size: Size = 1
+    size: Size
     """The most bytes that the folder may hold, over all engines that share it."""
     store_after: Count = 1
     """A chunk is stored when requests have needed it this often."""
@@ -109,9 +106,8 @@ class MooncakeTierConfig(TierConfig):
     """Settings of the tier `mooncake`: memory that many hosts lend to one Mooncake Store."""
 
     name = "mooncake"
-    required = ("master",)
 
-    master: Text = "-"
+    master: Text
     """The address of the process mooncake_master, host:port."""
     size: SizeOrNone = 0
     """How much host memory this engine lends to the store, over all its ranks; 0: none, it uses the
@@ -150,9 +146,8 @@ class ObjectTierConfig(TierConfig):
     """
 
     name = "object"
-    required = ("bucket",)
 
-    bucket: Text = "-"
+    bucket: Text
     """The name of the bucket, which must exist."""
     endpoint: Text | None = None
     """The URL of the store; null: Amazon's."""
@@ -172,6 +167,9 @@ TIERS: Mapping[str, type[TierConfig]] = {
     tier.name: tier
     for tier in (CpuTierConfig, DiskTierConfig, MooncakeTierConfig, ObjectTierConfig)
 }
+
+
+TierT = TypeVar("TierT", bound=TierConfig)
 
 
 # -- connector --
@@ -268,28 +266,21 @@ class OffloadingExtraConfig(ExtraConfig):
             kept["tiers"] = _read_tiers(kept["tiers"])
         return cls(**kept)
 
-    def tier(self, name: str) -> TierConfig | None:
-        tiers: tuple[TierConfig, ...] = self.tiers
-        return next((tier for tier in tiers if tier.name == name), None)
+    def tier(self, kind: type[TierT]) -> TierT | None:
+        return next((tier for tier in self.tiers if isinstance(tier, kind)), None)
 
     def cpu_bytes(self, bytes_per_block: int) -> int:
         """The size of the tier `cpu` over all ranks, 0 for none. A block has `bytes_per_block` over
         all ranks.
         """
-        cpu = self.tier("cpu")
-        if isinstance(cpu, CpuTierConfig):
-            return cpu.size
-        return self.cpu_bytes_to_use or self.num_cpu_blocks * bytes_per_block
+        cpu = self.tier(CpuTierConfig)
+        return cpu.size if cpu else self.cpu_bytes_to_use or self.num_cpu_blocks * bytes_per_block
 
     def store_after(self) -> dict[str, int]:
         """How often requests must have needed a chunk before each tier stores it."""
-        own = {tier.name: getattr(tier, "store_after", 1) for tier in self.tiers}
-        if not self.tier("cpu") and (self.cpu_bytes_to_use or self.num_cpu_blocks):
-            own["cpu"] = 1
-        return {
-            name: self.store_threshold or after
-            for name, after in sorted(own.items(), key=lambda item: list(TIERS).index(item[0]))
-        }
+        implied = {"cpu": 1} if self.cpu_bytes_to_use or self.num_cpu_blocks else {}
+        own = implied | {tier.name: tier.store_after for tier in self.tiers}
+        return {name: self.store_threshold or after for name, after in own.items()}
 
     def blocks_of_chunk(self, block_size: int) -> int:
         """How many blocks of `block_size` tokens a chunk has."""

@@ -66,8 +66,7 @@ class TaskThreads:
 
 @dataclass(frozen=True, slots=True)
 class EndedTask:
-    task_id: int
-    tier: str
+    task: Task
     result: TaskResult
     seconds: float
 
@@ -99,12 +98,13 @@ class TaskRunner:
 
     def start(self, task: Task) -> None:
         match task:
-            case StoreRows(task_id, rows):
-                self._storer.run(lambda: self._copy(task_id, lambda: self._copier.save(rows)))
-            case LoadRows(task_id, rows):
-                self._loader.run(lambda: self._copy(task_id, lambda: self._copier.load(rows)))
-            case LoadEntry() | StoreEntry():
-                self._io.run(lambda: self._transfer(task))
+            case StoreRows():
+                threads = self._storer
+            case LoadRows():
+                threads = self._loader
+            case _:
+                threads = self._io
+        threads.run(lambda: self._run(task))
 
     def usage(self) -> dict[str, TierUsage]:
         """What the tiers and the pool hold."""
@@ -130,31 +130,32 @@ class TaskRunner:
 
     # -- the threads of tasks --
 
-    def _copy(self, task_id: int, copy: Callable[[], list[int]]) -> None:
+    def _run(self, task: Task) -> None:
         began = self._clock()
         try:
-            result = CopyResult(copy())
+            result = self._perform(task)
         # Top of a task: only the rows of this task are lost.
         except Exception as error:
-            result = CopyResult(reason=f"a copy failed: {type(error).__name__}: {error}")
-        self._report(EndedTask(task_id, POOL, result, self._clock() - began))
+            result = _failure(task, error)
+        self._report(EndedTask(task, result, self._clock() - began))
 
-    def _transfer(self, task: LoadEntry | StoreEntry) -> None:
-        result: LoadResult | StoreResult
-        row = self._pool.row(task.row)[: task.size_bytes]
-        began = self._clock()
-        try:
-            if isinstance(task, LoadEntry):
-                result = self._tiers[task.tier].load(task.key, row)
-            else:
-                result = self._tiers[task.tier].store(task.key, row)
-        # Top of a task: a bug of one tier must not lose the row.
-        except Exception as error:
-            _log.exception("tier failed because of a bug tier=%s", task.tier)
-            reason = f"the tier {task.tier} failed: {type(error).__name__}"
-            result = (
-                LoadResult(LoadOutcome.FAILED, reason)
-                if isinstance(task, LoadEntry)
-                else StoreResult(StoreOutcome.FAILED, reason)
-            )
-        self._report(EndedTask(task.task_id, task.tier, result, self._clock() - began))
+    def _perform(self, task: Task) -> TaskResult:
+        match task:
+            case StoreRows(rows):
+                return CopyResult(self._copier.save(rows))
+            case LoadRows(rows):
+                return CopyResult(self._copier.load(rows))
+            case LoadEntry(tier, key, row, size_bytes):
+                return self._tiers[tier].load(key, self._pool.row(row)[:size_bytes])
+            case StoreEntry(tier, key, row, size_bytes):
+                return self._tiers[tier].store(key, self._pool.row(row)[:size_bytes])
+
+
+def _failure(task: Task, error: Exception) -> TaskResult:
+    if isinstance(task, StoreRows | LoadRows):
+        return CopyResult(reason=f"a copy failed: {type(error).__name__}: {error}")
+    _log.error("tier failed because of a bug tier=%s", task.tier, exc_info=error)
+    reason = f"the tier {task.tier} failed: {type(error).__name__}"
+    if isinstance(task, LoadEntry):
+        return LoadResult(LoadOutcome.FAILED, reason)
+    return StoreResult(StoreOutcome.FAILED, reason)

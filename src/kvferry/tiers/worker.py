@@ -163,11 +163,11 @@ class OffloadWorker:
         for command in commands:
             if not isinstance(command, threading.Event):
                 self._jobs.handle(command, now)
-        for task in ended:
-            if task.result.reason:
-                operation = "stored" if isinstance(task.result, StoreResult) else "loaded"
-                log_trouble(operation, task.tier, task.result.reason)
-            self._jobs.complete(task.task_id, task.result, task.seconds, now)
+        for each in ended:
+            if each.result.reason:
+                operation = "stored" if isinstance(each.result, StoreResult) else "loaded"
+                log_trouble(operation, each.task.tier, each.result.reason)
+            self._jobs.complete(each.task, each.result, each.seconds, now)
         self._jobs.expire(now)
         for name, watching in self._watching.items():
             self._jobs.note_lost(name, watching.take_lost())
@@ -184,7 +184,7 @@ class OffloadWorker:
         self._snapshot = OffloadSnapshot(usage, has_work=not self._jobs.is_idle)
         if self._jobs.is_idle:
             self._end_waits()
-        return [*reports.events, *([TiersCounted(reports.counts)] if reports.counts else ())]
+        return reports.events
 
     def _end(self) -> list[OffloadEvent]:
         """Answer every command as an engine without tiers would, now and from now on."""

@@ -352,7 +352,7 @@ class World:
         if self.is_faulty:
             for module, name in (
                 (worker_half, "open_tiers"),
-                (offloading_settings, "open_tiers_to_look_up"),
+                (offloading_settings, "open_tiers"),
             ):
                 opened: Callable[..., Any] = getattr(module, name)
 

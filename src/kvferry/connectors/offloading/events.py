@@ -55,24 +55,20 @@ DescribeBlocks = Callable[[Request, range], HashedBlocks | None]
 
 
 @dataclass(frozen=True, slots=True)
-class BlocksStored:
-    """A tier has these blocks of a KV-cache group."""
+class KVEvent:
+    """A change of the blocks of a KV-cache group that a tier has."""
 
     tier: str
     group: int
     blocks: HashedBlocks
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksRemoved:
-    """A tier does not have these blocks any more."""
-
-    tier: str
-    group: int
-    blocks: HashedBlocks
+class BlocksStored(KVEvent):
+    """The tier has these blocks now."""
 
 
-KVEvent = BlocksStored | BlocksRemoved
+class BlocksRemoved(KVEvent):
+    """The tier does not have these blocks any more."""
 
 
 @dataclass(slots=True)

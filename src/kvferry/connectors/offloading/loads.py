@@ -57,10 +57,8 @@ class RequestLoads:
 
     # -- lookups --
 
-    def new_state(self) -> LoadState:
-        return LoadState(self._max_loads)
-
     def begin_lookup(self, tracked: TrackedRequest) -> None:
+        self.restart(tracked)
         if self._lookup is not None:
             self._lookup.begin(tracked.request_id, tracked.chain.keys)
 
@@ -142,7 +140,7 @@ class RequestLoads:
             (POOL,) if hit.is_all_in_pool else lambda group, index: (hit.tier(group, index),),
         )
         tracked.describe(span)
-        state.is_loading, state.num_loading_tokens = True, num_tokens
+        state.num_loading_tokens = num_tokens
         state.num_loads_left -= 1
         self._commands.append(LoadChunks(tracked.request_id, chunks))
 
@@ -155,12 +153,12 @@ class RequestLoads:
     def end(self, request_id: str, tracked: TrackedRequest | None, *, has_failed: bool) -> None:
         """All ranks have ended a load. `tracked` is None if the request has ended before."""
         missing = self._missing.pop(request_id, ())
-        if tracked is None or not tracked.load.is_loading:
+        if tracked is None or not tracked.load.num_loading_tokens:
             return
         state = tracked.load
-        state.is_loading = False
+        num_tokens, state.num_loading_tokens = state.num_loading_tokens, 0
         if not has_failed:
-            self._stats.count("hit_tokens", state.num_loading_tokens)
+            self._stats.count("hit_tokens", num_tokens)
             return
         self._stats.count("failed_loads")
         state.max_chunks = _first_missing(tracked, missing)
@@ -175,7 +173,7 @@ class RequestLoads:
         """
         if self._lookup is not None:
             self._lookup.end(request_id)
-        is_loading = tracked is not None and tracked.load.is_loading
+        is_loading = tracked is not None and tracked.load.num_loading_tokens > 0
         if is_loading:
             self._commands.append(CancelLoad(request_id))
         return is_loading

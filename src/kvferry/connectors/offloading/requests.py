@@ -21,10 +21,9 @@ ChunkTiers = Callable[[int, int], tuple[str, ...]]
 class LoadState:
     """What was found for a request, and how often it may still load."""
 
-    num_loads_left: int
-    is_loading: bool = False
+    num_loads_left: int = 0
     num_loading_tokens: int = 0
-    """How many tokens the last load had."""
+    """How many tokens the load has that has not ended; 0 if there is none."""
     num_local_tokens: int = 0
     """How many tokens the engine had when it last asked."""
     hit: Hit | None = None
@@ -58,7 +57,7 @@ class TrackedRequest:
     blocks_per_chunk: int
     has_holes: bool
     """Whether block tables may have holes: blocks leave them if a group has local attention."""
-    load: LoadState
+    load: LoadState = field(default_factory=LoadState)
     store: StoreState = field(default_factory=StoreState)
     is_outdated: bool = False
     """The keys may not fit the KV any more: the request loads and stores nothing."""

@@ -111,10 +111,8 @@ class OffloadingScheduler(SchedulerSide):
             request.num_prompt_tokens,
             self._chunk_tokens // self._cache.block_size,
             self._has_holes,
-            self._loads.new_state(),
+            described_by=None if self._event_log is None else (self._event_log, request),
         )
-        if self._event_log is not None:
-            tracked.described_by = (self._event_log, request)
         self._tracked[request.request_id] = tracked
         self._stores.watch(tracked)
         self._loads.begin_lookup(tracked)
@@ -140,7 +138,7 @@ class OffloadingScheduler(SchedulerSide):
     ) -> tuple[bool, dict[str, Any] | None]:
         request_id = request.request_id
         tracked = self._tracked.pop(request_id, None)
-        self._stores.unwatch(request_id)
+        self._stores.watched.pop(request_id, None)
         was_loading = self._loads.finish(request_id, tracked)
         if tracked is None or was_loading or tracked.is_outdated:
             return False, None
@@ -151,7 +149,7 @@ class OffloadingScheduler(SchedulerSide):
         tracked = self._tracked.get(request_id)
         if tracked is not None and not tracked.is_outdated:
             tracked.is_outdated = True
-            self._stores.unwatch(request_id)
+            self._stores.watched.pop(request_id, None)
             self._commands.append(VoidStores(request_id))
 
     def reset_cache(self) -> None:
@@ -159,7 +157,7 @@ class OffloadingScheduler(SchedulerSide):
         self._commands.append(DropAll())
         for tracked in self._tracked.values():
             tracked.is_outdated = True
-        self._stores.unwatch_all()
+        self._stores.watched.clear()
         if self._event_log is not None:
             self._event_log.clear()
 
@@ -181,7 +179,7 @@ class OffloadingScheduler(SchedulerSide):
         return OffloadingMetadata(commands, timed_step)
 
     def needs_slices(self, request_id: str) -> bool:
-        return self._stores.is_watched(request_id)
+        return request_id in self._stores.watched
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         metadata = connector_output.kv_connector_worker_meta
@@ -194,7 +192,7 @@ class OffloadingScheduler(SchedulerSide):
         for request_id in connector_output.finished_recving:
             has_failed = request_id in connector_output.failed_recving
             self._loads.end(request_id, self._tracked.get(request_id), has_failed=has_failed)
-        self._stores.note_freed(connector_output.finished_sending)
+        self._stores.ending -= connector_output.finished_sending
 
     def _take_worker_metadata(self, metadata: OffloadingWorkerMetadata) -> None:
         self._loads.note_failures(metadata.loads)
@@ -217,7 +215,7 @@ class OffloadingScheduler(SchedulerSide):
         return bool(self._commands)
 
     def has_pending_block_frees(self) -> bool:
-        return self._stores.has_ending
+        return bool(self._stores.ending)
 
     def take_events(self) -> list[KVEvent]:
         return [] if self._event_log is None else self._event_log.take_events()

@@ -91,7 +91,7 @@ def open_lookup(
     """Open the tiers of all ranks, whose namespaces are given, for lookups."""
     has_pool = extra.cpu_bytes(1) > 0
     readers = [PoolReader(pool_folder(extra), each) for each in namespaces] if has_pool else []
-    opened = [open_tiers_to_look_up(extra, space, config.secret) for space in namespaces]
+    opened = [open_tiers(extra, space, config.secret) for space in namespaces]
     return TierLookup(
         cache.groups,
         extra.blocks_of_chunk(cache.block_size) * cache.block_size,
@@ -103,44 +103,26 @@ def open_lookup(
 
 
 def open_tiers(
-    extra: OffloadingExtraConfig, namespace: Namespace, secret: bytes, tp_size: int
+    extra: OffloadingExtraConfig, namespace: Namespace, secret: bytes, tp_size: int | None = None
 ) -> dict[str, Tier]:
-    """Open the tiers behind the host pool, the fastest first."""
-    disk, mooncake = extra.tier("disk"), extra.tier("mooncake")
-    max_disk_bytes = disk.size if isinstance(disk, DiskTierConfig) else None
-    lent_bytes = mooncake.size // tp_size if isinstance(mooncake, MooncakeTierConfig) else 0
+    """Open the tiers behind the host pool, the fastest first; without `tp_size` for a process that
+    stores nothing, and so need neither evict nor lend memory.
+    """
+    tiers: dict[str, Tier] = {}
+    mooncake, bucket = extra.tier(MooncakeTierConfig), extra.tier(ObjectTierConfig)
+    lent_bytes = mooncake.size // tp_size if mooncake and tp_size else 0
     if 0 < lent_bytes < MIN_LENT_BYTES:
         raise ConfigError(
             f"the tier mooncake lends {lent_bytes} bytes of each rank, but Mooncake takes at least "
             f"{MIN_LENT_BYTES}; make its size larger, or 0"
         )
     check_fits(lent_bytes, available_bytes())
-    return _open_tiers(extra, namespace, secret, max_disk_bytes, lent_bytes)
-
-
-def open_tiers_to_look_up(
-    extra: OffloadingExtraConfig, namespace: Namespace, secret: bytes
-) -> dict[str, Tier]:
-    """Open the same tiers in a process that stores nothing, and so need neither evict nor
-    lend memory.
-    """
-    return _open_tiers(extra, namespace, secret)
-
-
-def _open_tiers(
-    extra: OffloadingExtraConfig,
-    namespace: Namespace,
-    secret: bytes,
-    max_disk_bytes: int | None = None,
-    lent_bytes: int = 0,
-) -> dict[str, Tier]:
-    tiers: dict[str, Tier] = {}
-    disk, mooncake, bucket = (extra.tier(name) for name in ("disk", "mooncake", "object"))
-    if isinstance(disk, DiskTierConfig):
-        tiers["disk"] = DiskTier(Path(disk.path), namespace, secret, max_disk_bytes)
+    if disk := extra.tier(DiskTierConfig):
+        max_bytes = disk.size if tp_size else None
+        tiers["disk"] = DiskTier(Path(disk.path), namespace, secret, max_bytes)
     # The others are imported on demand: the packages that they need are extras.
-    if isinstance(mooncake, MooncakeTierConfig):
-        from kvferry.tiers.mooncake.agent_process import MooncakePlace
+    if mooncake:
+        from kvferry.tiers.mooncake.agent import MooncakePlace
         from kvferry.tiers.mooncake.tier import MooncakeTier
 
         pool = MooncakePlace(
@@ -152,7 +134,7 @@ def _open_tiers(
             lent_bytes=lent_bytes,
         )
         tiers["mooncake"] = MooncakeTier(pool, namespace, secret)
-    if isinstance(bucket, ObjectTierConfig):
+    if bucket:
         from kvferry.tiers.object_store import Bucket, ObjectTier
 
         place = Bucket(bucket.bucket, bucket.prefix, bucket.endpoint, bucket.region, bucket.profile)

@@ -8,7 +8,7 @@ once: copies that have not ended are then void (`VoidStores`).
 """
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.connectors.contract import KVCacheGroup, Request, ScheduledSlice
@@ -69,11 +69,11 @@ class RequestStores:
         self._seen = seen
         self._commands = commands
         self._prompt_only = prompt_only
-        self._watched: dict[str, TrackedRequest] = {}
+        self.watched: dict[str, TrackedRequest] = {}
         """The requests whose progress matters: they have chunks to offer, or a sliding window that
         may move on during a copy.
         """
-        self._ending: set[str] = set()
+        self.ending: set[str] = set()
         """Finished requests whose blocks are still being copied."""
         self._num_stores = 0
         self._copied_by_rank: dict[int, int] = {}
@@ -89,30 +89,10 @@ class RequestStores:
             self._copied_by_rank[rank] = max(number, self._copied_by_rank.get(rank, 0))
             self._num_copied = min(self._copied_by_rank.values())
 
-    def note_freed(self, request_ids: Collection[str]) -> None:
-        """The engine has got the blocks of these finished requests back."""
-        self._ending.difference_update(request_ids)
-
-    @property
-    def has_ending(self) -> bool:
-        """Whether blocks of a finished request are still being copied."""
-        return bool(self._ending)
-
-    # -- which requests matter --
-
-    def is_watched(self, request_id: str) -> bool:
-        return request_id in self._watched
-
     def watch(self, tracked: TrackedRequest) -> None:
         """Follow a request that begins to compute, if it has chunks to offer."""
         if self._num_offerable(tracked):
-            self._watched[tracked.request_id] = tracked
-
-    def unwatch(self, request_id: str) -> None:
-        self._watched.pop(request_id, None)
-
-    def unwatch_all(self) -> None:
-        self._watched.clear()
+            self.watched[tracked.request_id] = tracked
 
     def restart(self, tracked: TrackedRequest) -> None:
         """A preempted request has lost its blocks."""
@@ -125,26 +105,29 @@ class RequestStores:
 
     def advance(self, slices: Sequence[ScheduledSlice]) -> None:
         """Offer the chunks that requests have filled before this step."""
-        if not self._watched:
+        if not self.watched:
             return
         for part in slices:
-            tracked = self._watched.get(part.request_id)
-            if tracked is not None and not tracked.load.is_loading:
+            tracked = self.watched.get(part.request_id)
+            if tracked is not None and not tracked.load.num_loading_tokens:
                 self._advance(part, tracked)
         if self._local_groups:
-            self._void_unlisted({part.request_id for part in slices})
+            # The engine does not show the block tables of requests that this step does not compute.
+            # Blocks that left their sliding windows may be free.
+            listed = {part.request_id for part in slices}
+            for tracked in [each for name, each in self.watched.items() if name not in listed]:
+                self._void_unseen(tracked, None)
 
     def finish(self, tracked: TrackedRequest, request: Request, tables: BlockTables) -> bool:
         """Offer the last chunks of a request that has ended; whether its blocks must be kept until
         their copies have ended.
         """
-        if self._is_copying(tracked):
-            num_blocks = tracked.store.num_offered * tracked.blocks_per_chunk
-            if any(len(table) < num_blocks for table in tables):
-                # The request was preempted after the last step: the engine reuses its blocks.
-                self._commands.append(VoidStores(tracked.request_id))
-                return False
-            self._void_unseen(tracked, tables)
+        num_blocks = tracked.store.num_offered * tracked.blocks_per_chunk
+        if self._is_copying(tracked) and any(len(table) < num_blocks for table in tables):
+            # The request was preempted after the last step: the engine reuses its blocks.
+            self._commands.append(VoidStores(tracked.request_id))
+            return False
+        self._void_unseen(tracked, tables)
         end = self._num_storable(tracked, request.num_computed_tokens)
         if end > len(tracked.chain):
             tracked.chain.extend(request.all_token_ids, end * self._chunk_tokens)
@@ -152,20 +135,18 @@ class RequestStores:
         if not self._is_copying(tracked):
             return False
         self._commands.append(EndStores(tracked.request_id, tracked.store.last_store))
-        self._ending.add(tracked.request_id)
+        self.ending.add(tracked.request_id)
         return True
 
     def _advance(self, part: ScheduledSlice, tracked: TrackedRequest) -> None:
         end = min(self._num_storable(tracked, part.num_written), len(tracked.chain))
-        is_sliding = self._is_sliding(tracked)
-        if end > tracked.store.num_offered or is_sliding:
+        if end > tracked.store.num_offered or self._is_sliding(tracked):
             tables = part.block_ids
-            if is_sliding:
-                self._void_unseen(tracked, tables)
+            self._void_unseen(tracked, tables)
             self._offer(tracked, tables, end)
         is_done = tracked.store.num_offered >= self._num_offerable(tracked)
         if is_done and not self._is_sliding(tracked):
-            del self._watched[part.request_id]
+            del self.watched[part.request_id]
 
     def _offer(self, tracked: TrackedRequest, tables: BlockTables, end: int) -> None:
         state, keys = tracked.store, tracked.chain.keys[0]
@@ -209,28 +190,23 @@ class RequestStores:
         """Whether blocks may leave a sliding window while a copy reads them."""
         return bool(self._local_groups) and self._is_copying(tracked)
 
-    def _void_unseen(self, tracked: TrackedRequest, tables: BlockTables) -> None:
-        """Make stores void whose blocks have left a sliding window: the engine reuses them."""
+    def _void_unseen(self, tracked: TrackedRequest, tables: BlockTables | None) -> None:
+        """Make stores void whose blocks have left a sliding window: the engine reuses them. Without
+        block tables, all may have left.
+        """
+        if not self._is_sliding(tracked):
+            return
+        state = tracked.store
         gone: list[EntryKey] = []
+        first_kept = state.num_offered
         for group in self._local_groups:
-            table, keys = tables[group], tracked.chain.keys[group]
+            keys, table = tracked.chain.keys[group], () if tables is None else tables[group]
             # Blocks leave a window from the front.
-            for index in range(tracked.store.uncopied_from, tracked.store.num_offered):
-                if index < len(table) and table[index] != HOLE:
-                    break
+            index = state.uncopied_from
+            while index < state.num_offered and (index >= len(table) or table[index] == HOLE):
                 gone.append(keys[index])
+                index += 1
+            first_kept = min(first_kept, index)
+        state.uncopied_from = first_kept
         if gone:
             self._commands.append(VoidStores(tracked.request_id, tuple(gone)))
-
-    def _void_unlisted(self, listed: Collection[str]) -> None:
-        """Make stores void of running requests that this step does not compute. The engine may
-        have freed blocks that left their sliding windows, and does not show their block tables.
-        """
-        for request_id, tracked in self._watched.items():
-            if request_id in listed or not self._is_copying(tracked):
-                continue
-            span = slice(tracked.store.uncopied_from, tracked.store.num_offered)
-            gone = [key for group in self._local_groups for key in tracked.chain.keys[group][span]]
-            if gone:
-                tracked.store.uncopied_from = tracked.store.num_offered
-                self._commands.append(VoidStores(request_id, tuple(gone)))

@@ -19,7 +19,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -47,10 +47,40 @@ FOLDER_NAME = re.compile(r"[0-9a-f]{2}\Z")
 ENTRY_NAME = re.compile(r"[0-9a-f]{64}\Z")
 DRAFT_NAME = re.compile(r"\.([0-9a-f]{64}|namespace\.json)\.[0-9a-f]{16}\.tmp\Z")
 
+NoteFailure = Callable[[str | Path, OSError], None]
+
 
 def draft_name(name: str) -> str:
     """A name under which one writer writes a file."""
     return f".{name}.{secrets.token_hex(8)}.tmp"
+
+
+def listing(path: str | Path, failed: NoteFailure | None = None) -> "Iterator[os.DirEntry[str]]":
+    """What is in a folder; nothing if it cannot be read or was deleted meanwhile. If it cannot be
+    read, `failed` is called.
+    """
+    try:
+        with os.scandir(path) as files:
+            yield from files
+    except OSError as error:
+        if failed is not None and error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            failed(path, error)
+
+
+def folders(
+    path: str | Path, name: re.Pattern[str], failed: NoteFailure | None = None
+) -> "Iterator[os.DirEntry[str]]":
+    """The folders with such a name in a folder. Links are not followed."""
+    for folder in listing(path, failed):
+        if name.match(folder.name) is not None and folder.is_dir(follow_symlinks=False):
+            yield folder
+
+
+def is_stale(draft: os.stat_result) -> bool:
+    """Whether a draft belongs to a dead writer. One from the future does: the clock was set back
+    since.
+    """
+    return abs(time.time() - draft.st_mtime) > DRAFT_MAX_AGE_S
 
 
 class _StoredFile(NamedTuple):
@@ -65,11 +95,13 @@ _BEFORE_ALL = _StoredFile(float("-inf"), "", 0)
 
 
 class DiskSpace:
-    """What the folder holds, as far as this process knows. Any thread may call any method."""
+    """What the folder holds, as far as this process knows, and the thread that sweeps it: at the
+    start, every `SWEEP_INTERVAL_S`, and when room is wanted. Any thread may call any method.
+    """
 
     def __init__(self, root: Path, max_bytes: int | None, watched_folder: str = "") -> None:
-        """`max_bytes` None: this process neither scans nor evicts. `watched_folder` is that of the
-        namespace whose entries may be watched.
+        """`max_bytes` None: this process neither scans nor evicts, and needs no thread.
+        `watched_folder` is that of the namespace whose entries may be watched.
         """
         self._root = root
         self._watched_folder = f"{watched_folder}/"
@@ -83,7 +115,22 @@ class DiskSpace:
         self._watched: set[EntryKey] = set()
         self._lost: list[EntryKey] = []
         """Entries that were watched, until `take_lost`."""
-        self._is_cancelled = False
+        self._wanted = threading.Event()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvferry-disk-sweeper", daemon=True)
+
+    def start(self) -> None:
+        if self._max_bytes is not None:
+            self._thread.start()
+
+    def close(self) -> None:
+        """Stop the thread. A thread that hangs in a call to the file system is left behind; it
+        ends with the process. Idempotent.
+        """
+        self._closing.set()
+        self._wanted.set()
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_S)
 
     def has_room(self, size_bytes: int) -> bool:
         """Whether an entry may be stored. If not, a sweep makes room for it."""
@@ -91,9 +138,10 @@ class DiskSpace:
             return True
         if size_bytes <= self._max_bytes:
             self._wanted_bytes = max(self._wanted_bytes, size_bytes)
+        self._wanted.set()
         return False
 
-    def is_nearly_full(self) -> bool:
+    def _is_nearly_full(self) -> bool:
         return self._max_bytes is not None and self._used_bytes > min(
             WAKE_FRACTION * self._max_bytes, self._max_bytes - self._wanted_bytes
         )
@@ -103,6 +151,8 @@ class DiskSpace:
         with self._lock:
             self._num_entries = max(0, self._num_entries + num_entries)
             self._used_bytes = max(0, self._used_bytes + size_bytes)
+        if num_entries > 0 and self._is_nearly_full():
+            self._wanted.set()
 
     def usage(self) -> TierUsage:
         with self._lock:
@@ -114,8 +164,9 @@ class DiskSpace:
         """Report these entries by `take_lost` when a scan does not find them, or when this process
         evicts them.
         """
-        with self._lock:
-            self._watched.update(keys)
+        if self._max_bytes is not None:
+            with self._lock:
+                self._watched.update(keys)
 
     def take_lost(self) -> list[EntryKey]:
         with self._lock:
@@ -127,17 +178,13 @@ class DiskSpace:
         enough. Return whether it is. Raises nothing for what the file system or other processes do.
         """
         tried: _StoredFile | None = _BEFORE_ALL
-        while tried is not None and not self._is_cancelled:
+        while tried is not None and not self._closing.is_set():
             tried = self._scan_and_evict(tried)
-        is_small = not self.is_nearly_full()
+        is_small = not self._is_nearly_full()
         # A store that finds no room again says so; an entry that fits never must not empty the
         # folder at every sweep.
         self._wanted_bytes = 0
         return is_small
-
-    def cancel(self) -> None:
-        """Make a sweep in another thread, and all later ones, end soon."""
-        self._is_cancelled = True
 
     def _scan_and_evict(self, tried: _StoredFile) -> _StoredFile | None:
         """Evict entries that come after those that this sweep has tried. Return the last one if the
@@ -149,7 +196,7 @@ class DiskSpace:
         scan = _Scan(self._root)
         files = self._until_cancelled(scan.files(), unseen)
         oldest = heapq.nsmallest(MAX_EVICTIONS_PER_SCAN, (each for each in files if each > tried))
-        if self._is_cancelled:
+        if self._closing.is_set():
             return None
         if scan.is_complete:
             self._note_lost(unseen)
@@ -161,10 +208,10 @@ class DiskSpace:
             # folder then seems larger than it is, never smaller.
             self._used_bytes = scan.used_bytes + max(0, self._used_bytes - used_before)
             self._num_entries = scan.num_entries + max(0, self._num_entries - entries_before)
-        if not self.is_nearly_full():
+        if not self._is_nearly_full():
             return None
         self._evict(oldest)
-        return oldest[-1] if oldest and self.is_nearly_full() else None
+        return oldest[-1] if oldest and self._is_nearly_full() else None
 
     def _evict(self, oldest: list[_StoredFile]) -> None:
         """Delete files, the least recently used first. Those that cannot be deleted keep their
@@ -173,7 +220,7 @@ class DiskSpace:
         assert self._max_bytes is not None
         goal_bytes = min(GOAL_FRACTION * self._max_bytes, self._max_bytes - self._wanted_bytes)
         for file in oldest:
-            if self._used_bytes <= goal_bytes or self._is_cancelled:
+            if self._used_bytes <= goal_bytes or self._closing.is_set():
                 break
             try:
                 os.unlink(file.path)
@@ -198,7 +245,7 @@ class DiskSpace:
     ) -> Iterator[_StoredFile]:
         """Yield the files, and remove the entries among them from `unseen`."""
         for file in files:
-            if self._is_cancelled:
+            if self._closing.is_set():
                 return
             if unseen and self._is_watched(file):
                 unseen.discard(_key_of(file))
@@ -213,6 +260,20 @@ class DiskSpace:
             self._watched -= lost
             self._lost += lost
 
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            is_small = False
+            try:
+                is_small = self.sweep()
+            except Exception:
+                # Without sweeps the folder reaches its limit: stores are dropped, loads go on.
+                _log.exception("the sweep of a disk tier failed")
+            if not is_small:
+                # Nothing could be evicted, and every dropped store asks for a sweep.
+                self._closing.wait(FULL_INTERVAL_S)
+            self._wanted.wait(SWEEP_INTERVAL_S)
+            self._wanted.clear()
+
 
 def _key_of(file: _StoredFile) -> EntryKey:
     return EntryKey(bytes.fromhex(os.path.basename(file.path)))
@@ -223,7 +284,6 @@ class _Scan:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._now = time.time()
         self.used_bytes = 0
         self.num_entries = 0
         self.is_complete = True
@@ -231,13 +291,13 @@ class _Scan:
 
     def files(self) -> Iterator[_StoredFile]:
         """Yield the entries, and delete the drafts of dead writers."""
-        for namespace in self._folders(self._root, NAMESPACE_NAME):
+        for namespace in folders(self._root, NAMESPACE_NAME, self._note_failure):
             yield from self._files_of(namespace)  # drafts of its description
-            for folder in self._folders(namespace.path, FOLDER_NAME):
+            for folder in folders(namespace.path, FOLDER_NAME, self._note_failure):
                 yield from self._files_of(folder)
 
     def _files_of(self, folder: "os.DirEntry[str]") -> Iterator[_StoredFile]:
-        for file in self._listing(folder.path):
+        for file in listing(folder.path, self._note_failure):
             is_draft = DRAFT_NAME.match(file.name) is not None
             if not is_draft and ENTRY_NAME.match(file.name) is None:
                 continue
@@ -245,8 +305,7 @@ class _Scan:
                 found = file.stat(follow_symlinks=False)
             except OSError:
                 continue  # another engine deleted it
-            # A draft from the future is stale too: the clock was set back since.
-            if is_draft and abs(self._now - found.st_mtime) > DRAFT_MAX_AGE_S:
+            if is_draft and is_stale(found):
                 with suppress(OSError):
                     os.unlink(file.path)
                     continue
@@ -255,61 +314,7 @@ class _Scan:
                 self.num_entries += 1
                 yield _StoredFile(found.st_mtime, file.path, found.st_size)
 
-    def _folders(self, path: str | Path, name: re.Pattern[str]) -> "Iterator[os.DirEntry[str]]":
-        for folder in self._listing(path):
-            if name.match(folder.name) is not None and folder.is_dir(follow_symlinks=False):
-                yield folder
-
-    def _listing(self, path: str | Path) -> "Iterator[os.DirEntry[str]]":
-        """What is in a folder; nothing if it cannot be read or was deleted meanwhile."""
-        try:
-            with os.scandir(path) as listing:
-                yield from listing
-        except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ENOTDIR):
-                return
-            if self.is_complete:
-                _log.warning("cannot read %s: %s", path, error.strerror)
-            self.is_complete = False
-
-
-class DiskSweeper:
-    """The thread that sweeps a folder: at the start, every `interval_s`, and when it is woken."""
-
-    def __init__(self, space: DiskSpace, interval_s: float = SWEEP_INTERVAL_S) -> None:
-        self._space = space
-        self._interval_s = interval_s
-        self._wanted = threading.Event()
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvferry-disk-sweeper", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def wake(self) -> None:
-        """Sweep soon."""
-        self._wanted.set()
-
-    def close(self) -> None:
-        """Stop the thread. A thread that hangs in a call to the file system is left behind; it
-        ends with the process. Idempotent.
-        """
-        self._closing.set()
-        self._space.cancel()
-        self._wanted.set()
-        if self._thread.is_alive():
-            self._thread.join(CLOSE_S)
-
-    def _run(self) -> None:
-        while not self._closing.is_set():
-            is_small = False
-            try:
-                is_small = self._space.sweep()
-            except Exception:
-                # Without sweeps the folder reaches its limit: stores are dropped, loads go on.
-                _log.exception("the sweep of a disk tier failed")
-            if not is_small:
-                # Nothing could be evicted, and every dropped store asks for a sweep.
-                self._closing.wait(FULL_INTERVAL_S)
-            self._wanted.wait(self._interval_s)
-            self._wanted.clear()
+    def _note_failure(self, path: str | Path, error: OSError) -> None:
+        if self.is_complete:
+            _log.warning("cannot read %s: %s", path, error.strerror)
+        self.is_complete = False

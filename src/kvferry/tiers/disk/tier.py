@@ -27,7 +27,7 @@ import numpy as np
 
 from kvferry.errors import ConfigError
 from kvferry.logs import repeats_of
-from kvferry.tiers.backoff import StorageFailed, StorageHealth
+from kvferry.tiers.backoff import StorageFailed, StorageHealth, StorageNotAsked
 from kvferry.tiers.base import (
     EntryKey,
     LoadOutcome,
@@ -36,7 +36,7 @@ from kvferry.tiers.base import (
     StoreResult,
     TierUsage,
 )
-from kvferry.tiers.disk.space import DiskSpace, DiskSweeper, draft_name
+from kvferry.tiers.disk.space import DiskSpace, draft_name
 from kvferry.tiers.envelope import HEADER_BYTES, Envelope
 from kvferry.tiers.files import OPEN_FLAGS, read_regular_file
 from kvferry.tiers.keys import NAMESPACE_FILE, Namespace
@@ -88,15 +88,13 @@ class DiskTier:
         self._envelope = Envelope(secret, namespace.digest)
         self._storing = StorageHealth(clock)
         self._space = DiskSpace(root, max_bytes, self._folder)
-        self._sweeper = DiskSweeper(self._space) if max_bytes is not None else None
         self._thread_pages = _ThreadPages()
         _prepare_root(root)
         with suppress(OSError):  # a folder that can only be read serves loads
             self._make_folder(self._folder)
             self._describe()
         self._direct_flag = os.O_DIRECT if _allows_direct_io(self._folder) else 0
-        if self._sweeper is not None:
-            self._sweeper.start()
+        self._space.start()
 
     @property
     def name(self) -> str:
@@ -128,12 +126,12 @@ class DiskTier:
         return LoadResult(LoadOutcome.REFUSED, f"{path} {refusal}")
 
     def store(self, key: EntryKey, payload: memoryview) -> StoreResult:
-        paused = self._storing.pause_reason()
-        if paused is not None:
-            return StoreResult(StoreOutcome.DROPPED, paused)
         path = self._path(key)
         try:
+            self._storing.check()
             result = self._store(path, key, payload)
+        except StorageNotAsked as pause:
+            return StoreResult(StoreOutcome.DROPPED, str(pause))
         except OSError as error:
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             advice = "; free space, or lower the disk tier's size" if is_full else ""
@@ -153,8 +151,7 @@ class DiskTier:
                 self._space.record(-1, -size_bytes)
 
     def watch(self, keys: Sequence[EntryKey]) -> None:
-        if self._sweeper is not None:
-            self._space.watch(keys)
+        self._space.watch(keys)
 
     def take_lost(self) -> list[EntryKey]:
         return self._space.take_lost()
@@ -163,8 +160,7 @@ class DiskTier:
         return self._space.usage()
 
     def close(self) -> None:
-        if self._sweeper is not None:
-            self._sweeper.close()
+        self._space.close()
 
     # -- files --
 
@@ -201,17 +197,12 @@ class DiskTier:
         size_bytes = HEADER_BYTES + len(payload)
         if _touch_if_present(path, size_bytes):
             return StoreResult(StoreOutcome.PRESENT)
-        has_room = self._space.has_room(size_bytes)
-        if has_room:
-            self._write(path, self._envelope.seal(key, payload), payload)
-            self._space.record(1, size_bytes)
-        if self._sweeper is not None and (not has_room or self._space.is_nearly_full()):
-            self._sweeper.wake()
-        if has_room:
-            return StoreResult(StoreOutcome.STORED)
-        return StoreResult(
-            StoreOutcome.DROPPED, f"{self._root} is full; kvferry evicts objects from it"
-        )
+        if not self._space.has_room(size_bytes):
+            reason = f"{self._root} is full; kvferry evicts objects from it"
+            return StoreResult(StoreOutcome.DROPPED, reason)
+        self._write(path, self._envelope.seal(key, payload), payload)
+        self._space.record(1, size_bytes)
+        return StoreResult(StoreOutcome.STORED)
 
     def _write(self, path: str, header: bytes, payload: memoryview) -> None:
         """Make the entry visible as a whole, or raise OSError and leave no file."""

@@ -91,8 +91,6 @@ class Inventory(Protocol):
         gone.
         """
 
-    def close(self) -> None: ...
-
 
 def factors_of(namespace: str, text: bytes) -> Mapping[str, Any] | None:
     """The factors in a stored description of a namespace; None if the description is not valid, or

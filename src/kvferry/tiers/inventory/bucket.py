@@ -96,9 +96,6 @@ class BucketInventory:
         # An engine that is running does not write the description again.
         return num_gone + self.remove(namespace, [*batch, NAMESPACE_FILE]) - 1
 
-    def close(self) -> None:
-        return None
-
     def _objects(self, namespace: str) -> "Iterator[ObjectMeta]":
         with _sentences():
             for page in self._store.list(namespace, chunk_size=LIST_SIZE):

@@ -1,7 +1,6 @@
 """What the folder of a disk tier holds. `kvferry.tiers.disk.space` has the names of the files."""
 
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from io import BufferedReader
@@ -12,11 +11,13 @@ from typing import Any
 from kvferry.errors import ConfigError
 from kvferry.tiers.base import EntryKey
 from kvferry.tiers.disk.space import (
-    DRAFT_MAX_AGE_S,
     DRAFT_NAME,
     ENTRY_NAME,
     FOLDER_NAME,
     NAMESPACE_NAME,
+    folders,
+    is_stale,
+    listing,
 )
 from kvferry.tiers.envelope import HEADER_BYTES, Envelope, Refusal
 from kvferry.tiers.files import DamagedFile, open_regular_file, read_regular_file
@@ -59,9 +60,7 @@ class DiskInventory:
         return str(self._root)
 
     def namespaces(self) -> Iterator[str]:
-        for file in _listing(self._root):
-            if NAMESPACE_NAME.match(file.name) and file.is_dir(follow_symlinks=False):
-                yield file.name
+        return (folder.name for folder in folders(self._root, NAMESPACE_NAME))
 
     def summary(self, namespace: str, note: NoteProgress) -> NamespaceSummary:
         num_objects, used_bytes, last_used = 0, 0, 0.0
@@ -97,26 +96,23 @@ class DiskInventory:
 
     def clear(self, namespace: str, note: NoteProgress) -> int:
         num_gone = 0
-        for folder in self._folders(namespace):
-            for file in _listing(folder):
+        for folder in folders(self._root / namespace, FOLDER_NAME):
+            for file in listing(folder.path):
                 is_entry = ENTRY_NAME.match(file.name) is not None
                 if is_entry or _is_stale_draft(file):
                     num_gone += _is_unlinked(file.path) and is_entry
                     note(num_gone)
             with suppress(OSError):  # an engine is writing an entry there
-                os.rmdir(folder)
+                os.rmdir(folder.path)
         self._remove_folder(namespace)
         return num_gone
-
-    def close(self) -> None:
-        return None
 
     def _remove_folder(self, namespace: str) -> None:
         """Remove the namespace's folder unless an engine has stored something there meanwhile."""
         folder = self._root / namespace
-        for draft in filter(_is_stale_draft, _listing(folder)):
+        for draft in filter(_is_stale_draft, listing(folder)):
             _is_unlinked(draft.path)
-        if any(file.name != NAMESPACE_FILE for file in _listing(folder)):
+        if any(file.name != NAMESPACE_FILE for file in listing(folder)):
             return
         with suppress(OSError):  # an engine made a folder in the moment between
             (folder / NAMESPACE_FILE).unlink(missing_ok=True)
@@ -130,13 +126,8 @@ class DiskInventory:
         return factors_of(namespace, text)
 
     def _objects(self, namespace: str) -> "Iterator[os.DirEntry[str]]":
-        for folder in self._folders(namespace):
-            yield from (file for file in _listing(folder) if ENTRY_NAME.match(file.name))
-
-    def _folders(self, namespace: str) -> Iterator[str]:
-        for file in _listing(self._root / namespace):
-            if FOLDER_NAME.match(file.name) and file.is_dir(follow_symlinks=False):
-                yield file.path
+        for folder in folders(self._root / namespace, FOLDER_NAME):
+            yield from (file for file in listing(folder.path) if ENTRY_NAME.match(file.name))
 
     def _path(self, namespace: str, name: str) -> str:
         return f"{self._root}/{namespace}/{name[:2]}/{name}"
@@ -174,12 +165,6 @@ def _pieces(file: BufferedReader) -> Iterator[memoryview]:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _listing(path: str | Path) -> "Iterator[os.DirEntry[str]]":
-    """What is in a folder; nothing if it cannot be read or was removed meanwhile."""
-    with suppress(OSError), os.scandir(path) as listing:
-        yield from listing
-
-
 def _is_unlinked(path: str) -> bool:
     with suppress(OSError):
         os.unlink(path)
@@ -189,8 +174,8 @@ def _is_unlinked(path: str) -> bool:
 
 def _is_stale_draft(file: "os.DirEntry[str]") -> bool:
     """Whether a file being written belongs to a dead writer."""
-    if DRAFT_NAME.match(file.name) is None:
-        return False
     with suppress(OSError):
-        return abs(time.time() - file.stat(follow_symlinks=False).st_mtime) > DRAFT_MAX_AGE_S
+        return DRAFT_NAME.match(file.name) is not None and is_stale(
+            file.stat(follow_symlinks=False)
+        )
     return False

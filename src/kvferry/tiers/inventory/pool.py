@@ -113,10 +113,6 @@ class PoolInventory:
                 note(num_gone)
         return num_gone
 
-    def close(self) -> None:
-        self._opened.clear()
-        self._checkers.clear()
-
     def _segments(self, namespace: str) -> Iterator[SegmentInfo]:
         return (each for each in list_segments(self._folder) if each.namespace == namespace)
 

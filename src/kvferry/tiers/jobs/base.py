@@ -5,10 +5,10 @@ and reports, and the rows of the host pool. Pure.
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from kvferry.tiers.base import EntryKey, LoadResult, StoreResult
-from kvferry.tiers.commands import POOL, Chunk, OffloadEvent, TierCounts
+from kvferry.tiers.commands import POOL, Chunk, OffloadEvent, TierCounts, TiersCounted
 from kvferry.tiers.jobs.contents import TierContents
 from kvferry.tiers.pool.host_pool import HostPool
 from kvferry.tiers.pool.reader import StoredRow
@@ -22,38 +22,36 @@ T = TypeVar("T")
 # -- tasks and their results --
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class StoreRows:
     """Copy blocks of the cache into rows; the result is a `CopyResult`."""
 
-    task_id: int
+    tier: ClassVar[str] = POOL
     rows: tuple[RowBlocks, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LoadRows:
     """Copy rows into blocks of the cache; the result is a `CopyResult`."""
 
-    task_id: int
+    tier: ClassVar[str] = POOL
     rows: tuple[RowBlocks, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LoadEntry:
     """Load an entry of a tier into a row; the result is a `LoadResult`."""
 
-    task_id: int
     tier: str
     key: EntryKey
     row: int
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class StoreEntry:
     """Store a row in a tier; the result is a `StoreResult`."""
 
-    task_id: int
     tier: str
     key: EntryKey
     row: int
@@ -61,6 +59,7 @@ class StoreEntry:
 
 
 Task = StoreRows | LoadRows | LoadEntry | StoreEntry
+"""Two tasks are never equal: the jobs find what they know of a task by the task itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +83,6 @@ class JobReports:
     tasks: list[Task] = field(default_factory=list)
     """To be performed on other threads."""
     events: list[OffloadEvent] = field(default_factory=list)
-    counts: TierCounts = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -97,20 +95,16 @@ class JobOutbox:
     """If not, nothing is reported of the host pool, and a row is free as soon as it was copied and
     stored in a slower tier.
     """
-    _last_task: int = field(default=0, init=False)
-    _open_tasks: dict[int, Task] = field(default_factory=dict, init=False)
+    _open_tasks: set[Task] = field(default_factory=set, init=False)
     _reports: JobReports = field(default_factory=JobReports, init=False)
-
-    def next_task_id(self) -> int:
-        self._last_task += 1
-        return self._last_task
+    _counts: TierCounts = field(default_factory=dict, init=False)
 
     def start(self, task: Task) -> None:
         self._reports.tasks.append(task)
-        self._open_tasks[task.task_id] = task
+        self._open_tasks.add(task)
 
-    def end(self, task_id: int) -> Task:
-        return self._open_tasks.pop(task_id)
+    def end(self, task: Task) -> None:
+        self._open_tasks.remove(task)
 
     @property
     def has_open_tasks(self) -> bool:
@@ -121,7 +115,7 @@ class JobOutbox:
 
     def count(self, tier: str, name: str, by: float = 1) -> None:
         if self._is_reported(tier):
-            row = self._reports.counts.setdefault(tier, {})
+            row = self._counts.setdefault(tier, {})
             row[name] = row.get(name, 0) + by
 
     def note_held(self, tier: str, key: EntryKey) -> None:
@@ -136,6 +130,9 @@ class JobOutbox:
         change = None if self.contents is None else self.contents.take_change()
         if change is not None:
             self.report(change)
+        if self._counts:
+            self.report(TiersCounted(self._counts))
+            self._counts = {}
         reports, self._reports = self._reports, JobReports()
         return reports
 

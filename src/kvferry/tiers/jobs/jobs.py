@@ -30,6 +30,7 @@ from kvferry.tiers.jobs.base import (
     LoadRows,
     StoreEntry,
     StoreRows,
+    Task,
     TaskResult,
 )
 from kvferry.tiers.jobs.contents import TierContents
@@ -89,18 +90,19 @@ class OffloadJobs:
                     # Stores of what the tiers still have shall name it again.
                     self._entries.forget_all()
 
-    def complete(self, task_id: int, result: TaskResult, seconds: float, now: float) -> None:
+    def complete(self, task: Task, result: TaskResult, seconds: float, now: float) -> None:
         """Process the result of a task, which took `seconds`."""
-        match self._outbox.end(task_id), result:
-            case StoreRows() as task, CopyResult():
+        self._outbox.end(task)
+        match task, result:
+            case StoreRows(), CopyResult():
                 self._stores.complete(task, result, seconds, now)
-            case LoadRows() as task, CopyResult():
+            case LoadRows(), CopyResult():
                 self._loads.complete_copy(task, result, seconds, now)
-            case LoadEntry() as task, LoadResult():
+            case LoadEntry(), LoadResult():
                 self._loads.complete_entry(task, result, seconds, now)
-            case StoreEntry() as task, StoreResult():
+            case StoreEntry(), StoreResult():
                 self._entries.complete(task, result, seconds)
-            case task, _:
+            case _:
                 raise AssertionError(f"{result} is no result of {task}")
         self._loads.retry(now)
 
@@ -119,7 +121,7 @@ class OffloadJobs:
             self._outbox.note_gone(tier, key)
 
     def drain(self) -> JobReports:
-        """The tasks, events and counters since the last call."""
+        """The tasks and events since the last call."""
         for key in self._pool.take_evicted():
             self._outbox.note_gone(POOL, key)
         return self._outbox.drain()

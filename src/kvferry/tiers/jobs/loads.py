@@ -101,11 +101,8 @@ class LoadJobs:
     timeout_s: float
     _loads: dict[str, _Load] = field(default_factory=dict, init=False)
     """By request."""
-    _copies: dict[int, _CopyIn] = field(default_factory=dict, init=False)
-    """By task."""
-    _entries: dict[int, _EntryLoad] = field(default_factory=dict, init=False)
-    """By task."""
-    _entries_by_key: dict[EntryKey, _EntryLoad] = field(default_factory=dict, init=False)
+    _copies: dict[LoadRows, _CopyIn] = field(default_factory=dict, init=False)
+    _entries: dict[EntryKey, _EntryLoad] = field(default_factory=dict, init=False)
     _without_row: deque[_EntryLoad] = field(default_factory=deque, init=False)
     """Entries that wait for a free row of the pool."""
 
@@ -156,7 +153,7 @@ class LoadJobs:
         self, task: LoadEntry, result: LoadResult, seconds: float, now: float
     ) -> None:
         self.outbox.count(task.tier, "load_seconds", seconds)
-        entry = self._entries.pop(task.task_id)
+        entry = self._entries[task.key]
         if result.outcome is not LoadOutcome.LOADED:
             self.outbox.count(task.tier, _COUNTERS[result.outcome])
             self.entry_stores.forget(task.tier, task.key)
@@ -165,7 +162,7 @@ class LoadJobs:
             reason = result.reason or f"the tier {task.tier} no longer has the chunk"
             self._advance(entry, reason, now)
             return
-        del self._entries_by_key[task.key]
+        del self._entries[task.key]
         waiting = entry.still_waiting
         if not waiting:
             self.rows.pool.discard(task.row)
@@ -184,14 +181,14 @@ class LoadJobs:
         """Load a chunk that the pool does not have from the tiers, one after the other, those in
         `hints` first. Loads of the same chunk share one `_EntryLoad`.
         """
-        entry = self._entries_by_key.get(chunk.key)
+        entry = self._entries.get(chunk.key)
         if entry is not None:
             entry.waiting.append((load, chunk))
             return
         hinted = [tier for tier in hints if tier in self.tiers]
         others = [tier for tier in self.tiers if tier not in hinted]
         entry = _EntryLoad(chunk, deque([*hinted, *others]), [(load, chunk)])
-        self._entries_by_key[chunk.key] = entry
+        self._entries[chunk.key] = entry
         self._advance(entry, "no tier has the chunk", now)
 
     def _advance(self, entry: _EntryLoad, reason: str, now: float) -> None:
@@ -202,7 +199,7 @@ class LoadJobs:
         found = None if entry.row is not None else self.rows.find(key)
         waiting = entry.still_waiting
         if found is not None or not entry.untried or not waiting:
-            del self._entries_by_key[key]
+            del self._entries[key]
             if entry.row is not None:
                 pool.discard(entry.row)
             for load, chunk in waiting:
@@ -217,10 +214,8 @@ class LoadJobs:
         if entry.row is None:
             self._without_row.append(entry)
             return
-        task_id, tier = self.outbox.next_task_id(), entry.untried.popleft()
-        self._entries[task_id] = entry
         size_bytes = self.rows.size(entry.chunk)
-        self.outbox.start(LoadEntry(task_id, tier, key, entry.row, size_bytes))
+        self.outbox.start(LoadEntry(entry.untried.popleft(), key, entry.row, size_bytes))
 
     # -- copies into the cache --
 
@@ -229,11 +224,10 @@ class LoadJobs:
             return self.rows.size(source.chunk)
 
         for batch in batches(sources, size_of, MAX_COPY_BYTES):
-            task_id = self.outbox.next_task_id()
-            rows = tuple(self._pinned(source) for source in batch)
+            task = LoadRows(tuple(self._pinned(source) for source in batch))
             load.num_copies += 1
-            self._copies[task_id] = _CopyIn(load, batch)
-            self.outbox.start(LoadRows(task_id, rows))
+            self._copies[task] = _CopyIn(load, batch)
+            self.outbox.start(task)
 
     def _pinned(self, source: _Source) -> RowBlocks:
         if source.own_row is not None:
@@ -247,7 +241,7 @@ class LoadJobs:
 
     def complete_copy(self, task: LoadRows, result: CopyResult, seconds: float, now: float) -> None:
         self.outbox.count(POOL, "load_seconds", seconds)
-        copy = self._copies.pop(task.task_id)
+        copy = self._copies.pop(task)
         load = copy.load
         load.num_copies -= 1
         for index, source in enumerate(copy.sources):

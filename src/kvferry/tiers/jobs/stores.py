@@ -51,8 +51,7 @@ class EntryStores:
                 continue
             pool.pin(row)
             self.note_known(tier, chunk.key, now)
-            task_id, size_bytes = self.outbox.next_task_id(), self.rows.size(chunk)
-            self.outbox.start(StoreEntry(task_id, tier, chunk.key, row, size_bytes))
+            self.outbox.start(StoreEntry(tier, chunk.key, row, self.rows.size(chunk)))
             self._num_active += 1
 
     def complete(self, task: StoreEntry, result: StoreResult, seconds: float) -> None:
@@ -121,8 +120,7 @@ class StoreJobs:
     rows: JobRows
     entries: EntryStores
     outbox: JobOutbox
-    _copies: dict[int, _CopyOut] = field(default_factory=dict, init=False)
-    """By task."""
+    _copies: dict[StoreRows, _CopyOut] = field(default_factory=dict, init=False)
     _last_store: int = field(default=0, init=False)
     _num_copied: int = field(default=0, init=False)
     """No copy reads the blocks of any store up to this number."""
@@ -149,7 +147,7 @@ class StoreJobs:
     def complete(self, task: StoreRows, result: CopyResult, seconds: float, now: float) -> None:
         count, pool = self.outbox.count, self.rows.pool
         count(POOL, "store_seconds", seconds)
-        copy = self._copies.pop(task.task_id)
+        copy = self._copies.pop(task)
         for index, (chunk, row) in enumerate(zip(copy.chunks, copy.rows, strict=True)):
             if result.reason or copy.is_void or chunk.key in copy.void_keys:
                 pool.discard(row)
@@ -195,13 +193,13 @@ class StoreJobs:
         return not self.outbox.is_pool_tier and not self.entries.lacking(chunk, now)
 
     def _start_copy(self, request: str, number: int, batch: list[tuple[Chunk, int]]) -> None:
-        task_id = self.outbox.next_task_id()
         chunks, rows = zip(*batch, strict=True)
-        size_bytes = sum(map(self.rows.size, chunks))
-        self._copies[task_id] = _CopyOut(request, number, chunks, rows, size_bytes)
         address = self.rows.pool.row_address
         copies = (RowBlocks(address(row), chunk.group, chunk.block_ids) for chunk, row in batch)
-        self.outbox.start(StoreRows(task_id, tuple(copies)))
+        task = StoreRows(tuple(copies))
+        size_bytes = sum(map(self.rows.size, chunks))
+        self._copies[task] = _CopyOut(request, number, chunks, rows, size_bytes)
+        self.outbox.start(task)
 
     def _report_copied(self) -> None:
         numbers = (copy.store_number for copy in self._copies.values())

@@ -34,17 +34,22 @@ LOCAL_BUFFER_BYTES = 16 * 1024 * 1024
 """What Mooncake's client uses for calls that we do not make; it needs some."""
 
 
+class MooncakePlace(msgspec.Struct, frozen=True):
+    """Where the store is, and what this process adds to it."""
+
+    master: Address
+    metadata_server: str = "P2PHANDSHAKE"
+    protocol: str = "tcp"
+    device_name: str = ""
+    host: str = ""
+    """The address of this host for other clients; empty: the address that reaches the master."""
+    lent_bytes: int = 0
+
+
 class AgentSettings(msgspec.Struct, frozen=True):
     memories: list[int]
     """The file with the memory of each lane, which the agent inherits."""
-    master_host: str
-    master_port: int
-    metadata_server: str
-    protocol: str
-    device_name: str
-    host: str
-    """The address of this host for other clients; empty: the address that reaches the master."""
-    lent_bytes: int
+    place: MooncakePlace
 
 
 class Operation(StrEnum):
@@ -96,10 +101,11 @@ class _StoreCalls(AgentWork):
 
         if self.store is not None:
             return
-        wanted = self._settings
-        master = (wanted.master_host, wanted.master_port)
+        wanted = self._settings.place
         try:
-            with socket.create_connection(master, CONNECT_S) as probe:
+            with socket.create_connection(
+                (wanted.master.host, wanted.master.port), CONNECT_S
+            ) as probe:
                 own_host = str(probe.getsockname()[0])
         except OSError:
             return
@@ -113,7 +119,7 @@ class _StoreCalls(AgentWork):
             LOCAL_BUFFER_BYTES,
             wanted.protocol,
             wanted.device_name,
-            str(Address(*master)),
+            str(wanted.master),
         )
         signal.alarm(0)
         if code != 0:
@@ -122,7 +128,7 @@ class _StoreCalls(AgentWork):
 
     def leave(self) -> None:
         """Take the lent memory out of the store, so that no client tries to read it."""
-        if self.store is not None and self._settings.lent_bytes:
+        if self.store is not None and self._settings.place.lent_bytes:
             signal.alarm(CLOSE_S)
             self.store.close()
 

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from kvferry.tiers.mooncake.agent import AgentSettings, Call
+from kvferry.tiers.mooncake.agent import AgentSettings, Call, MooncakePlace
 from kvferry.transports.mooncake.process import MALFORMED, AgentFailed, CallChannel, MooncakeProcess
-from kvferry.types import Address
 
 NUM_LANES = 8
 CLOSE_S = 7.0
@@ -24,18 +23,6 @@ DEFAULTS = {
 }
 """Variables of the agent that the operator has not set."""
 MIN_WAIT_S = 0.001
-
-
-@dataclass(frozen=True, slots=True)
-class MooncakePlace:
-    """Where the store is, and what this process adds to it."""
-
-    master: Address
-    metadata_server: str = "P2PHANDSHAKE"
-    protocol: str = "tcp"
-    device_name: str = ""
-    host: str = ""
-    lent_bytes: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -160,7 +147,6 @@ class AgentProcess:
     def _start(self) -> MooncakeProcess:
         files: list[int] = []
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-        place = self._place
         try:
             for _ in range(NUM_LANES):
                 files.append(os.memfd_create("kvferry-mooncake", flags))
@@ -168,16 +154,7 @@ class AgentProcess:
                 fcntl.fcntl(files[-1], fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
             process = MooncakeProcess(
                 "kvferry.tiers.mooncake.agent",
-                AgentSettings(
-                    memories=files,
-                    master_host=place.master.host,
-                    master_port=place.master.port,
-                    metadata_server=place.metadata_server,
-                    protocol=place.protocol,
-                    device_name=place.device_name,
-                    host=place.host,
-                    lent_bytes=place.lent_bytes,
-                ),
+                AgentSettings(files, self._place),
                 num_channels=NUM_LANES,
                 files=files,
                 defaults=DEFAULTS,

@@ -28,8 +28,8 @@ from kvferry.tiers.base import (
 )
 from kvferry.tiers.envelope import HEADER_BYTES, Envelope, Refusal
 from kvferry.tiers.keys import Namespace
-from kvferry.tiers.mooncake.agent import Call, Operation
-from kvferry.tiers.mooncake.agent_process import AgentProcess, Lane, MooncakePlace
+from kvferry.tiers.mooncake.agent import Call, MooncakePlace, Operation
+from kvferry.tiers.mooncake.agent_process import AgentProcess, Lane
 from kvferry.transports.mooncake.process import AgentFailed
 
 TOLERATED_FAILURES = 2
@@ -142,10 +142,8 @@ class MooncakeTier:
         return result
 
     def store(self, key: EntryKey, payload: memoryview) -> StoreResult:
-        paused = self._storing.pause_reason()
-        if paused is not None:
-            return StoreResult(StoreOutcome.DROPPED, paused)
         try:
+            self._storing.check()
             code = self._write(key, payload)
         except StorageNotAsked as pause:
             return StoreResult(StoreOutcome.DROPPED, str(pause))

@@ -222,14 +222,14 @@ class HostPool:
         """
         row = self._index.get(key)
         if row is None:
-            return None if self._others is None else self._others.find_one(key)
+            return None if self._others is None else self._others.find(key)
         table = self._table
         checksum = table.checksum(row, key)
         return StoredRow(table.address(row), table.layout.row_bytes, checksum, row, table.pages)
 
     def __contains__(self, key: EntryKey) -> bool:
         """Whether the entry was stored at the last `refresh`, by any engine."""
-        return key in self._index or (self._others is not None and key in self._others)
+        return self.find(key) is not None
 
     def pin(self, row: int) -> None:
         """Keep the bytes of one of our own rows until `unpin`. Pins are counted."""

@@ -4,7 +4,7 @@ For schedulers, which look keys up; for the owner of a segment, which also reads
 other engines; and for `kvferry store`. One thread makes all calls on a reader.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -97,13 +97,6 @@ class PoolReader:
             self._next_listing = now + LISTING_INTERVAL_S
             self._list_folder()
 
-    def __contains__(self, key: EntryKey) -> bool:
-        return any(segment.table.find_row(key) is not None for segment in self._segments.values())
-
-    def __len__(self) -> int:
-        """The number of rows in all segments; an entry that is in two segments counts twice."""
-        return sum(segment.table.num_ready for segment in self._segments.values())
-
     def are_stored(self, keys: EntryKeys) -> bytearray:
         """1 for each entry that is stored, 0 for the others; much faster than one question for
         each.
@@ -113,11 +106,8 @@ class PoolReader:
             segment.table.mark_stored(keys, found)
         return found
 
-    def find(self, keys: Iterable[EntryKey]) -> list[StoredRow | None]:
-        """Where each entry is; None if it is not stored."""
-        return [self.find_one(key) for key in keys]
-
-    def find_one(self, key: EntryKey) -> StoredRow | None:
+    def find(self, key: EntryKey) -> StoredRow | None:
+        """Where the entry is; None if it is not stored."""
         for segment in self._segments.values():
             found = segment.find(key)
             if found is not None:
