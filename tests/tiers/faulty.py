@@ -101,6 +101,9 @@ class GatedCopier:
         assert self.loads.wait(GATE_TIMEOUT_S)
         return self._copier.load(rows)
 
+    def copy_row(self, row: RowBlocks, target: int) -> int:
+        return self._copier.copy_row(row, target)
+
     def close(self) -> None:
         self._copier.close()
 

@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -98,13 +98,17 @@ class Rank:
                 return CopyResult(self.copier.save(rows))
             case LoadRows(rows):
                 return CopyResult(self.copier.load(rows))
-            case LoadEntry(tier, key, row, size):
+            case LoadEntry(tier, key):
                 if (tier, key) not in self.stored:
                     return LoadResult(LoadOutcome.MISSING)
-                self.pool.row(row)[:size] = self.stored[tier, key]
-                return LoadResult(LoadOutcome.LOADED)
-            case StoreEntry(tier, key, row, size):
-                self.stored[tier, key] = bytes(self.pool.row(row)[:size])
+                source = np.frombuffer(self.stored[tier, key], np.uint8).ctypes.data
+                loaded = replace(task.place, address=source)
+                return CopyResult([self.copier.copy_row(loaded, task.place.address)])
+            case StoreEntry(tier, key):
+                stored = np.empty(task.size_bytes, np.uint8)
+                if self.copier.copy_row(task.place, stored.ctypes.data) != task.checksum:
+                    return CopyResult(reason="damaged")
+                self.stored[tier, key] = stored.tobytes()
                 return StoreResult(StoreOutcome.STORED)
 
     def finish(self, task: Task, result: TaskResult | None = None) -> None:

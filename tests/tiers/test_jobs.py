@@ -203,9 +203,8 @@ def test_without_a_cpu_tier_two_requests_that_need_one_object_read_it_once_too()
     store(rank, 1, "disk")
     rank.send(LoadChunks("b", (chunk(1, 5, "disk"),)), LoadChunks("c", (chunk(1, 6, "disk"),)))
     rank.finish(rank.task(LoadEntry))
-    rank.finish(rank.task(LoadRows))
-    rank.finish(rank.task(LoadRows))
-    assert not rank.tasks
+    assert all(isinstance(task, LoadRows) for task in rank.tasks)
+    rank.finish_all()
     assert rank.block(5) == rank.block(6) == rank.contents(key_of(1))
     assert rank.pool.find(key_of(1)) is None
 
@@ -316,6 +315,30 @@ def test_events_report_what_each_tier_gets_and_loses() -> None:
     rank.send(LoadChunks("a", (chunk(1, 5, "disk"),)))
     rank.finish(rank.task(LoadEntry), LoadResult(LoadOutcome.REFUSED, "it is damaged"))
     assert ("disk", key_of(1)) not in rank.reported
+
+
+@pytest.mark.parametrize("is_copied_before", [False, True])
+def test_a_damaged_row_is_never_stored_in_a_tier(is_copied_before: bool) -> None:
+    """A tier would seal the damage, and vouch for it for ever."""
+    rank = Rank()
+    if is_copied_before:
+        store(rank, 1)
+        rank.send(StoreChunks("again", (chunk(1, 0, "disk"),)))
+    else:
+        rank.fill(0, key_of(1))
+        rank.send(StoreChunks("storing", (chunk(1, 0, "disk"),)))
+        rank.finish(rank.task(StoreRows))
+    found = rank.pool.find(key_of(1))
+    assert found is not None
+    assert found.row is not None
+    rank.pool.row(found.row)[7] ^= 1
+    rank.finish_all()
+    assert not rank.stored
+    assert not rank.reported
+    counts = rank.counts()
+    assert (counts["cpu"]["refused"], counts["disk"]["failed_stores"]) == (1, 1)
+    store(rank, 1, "disk")
+    assert rank.stored["disk", key_of(1)] == rank.contents(key_of(1))
 
 
 def test_a_damaged_row_is_reported_as_removed() -> None:

@@ -3,11 +3,14 @@ look keys up for the scheduler. Their calls may block in the operating system.
 """
 
 import logging
+import mmap
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from kvferry.tiers.base import LoadOutcome, LoadResult, StoreOutcome, StoreResult, Tier, TierUsage
 from kvferry.tiers.commands import POOL
@@ -95,6 +98,7 @@ class TaskRunner:
         self._storer = TaskThreads(f"{name}-save", 1)
         self._loader = TaskThreads(f"{name}-load", 1)
         self._io = TaskThreads(f"{name}-io", num_io_threads if tiers else 0)
+        self._memory = threading.local()
 
     def start(self, task: Task) -> None:
         match task:
@@ -145,10 +149,42 @@ class TaskRunner:
                 return CopyResult(self._copier.save(rows))
             case LoadRows(rows):
                 return CopyResult(self._copier.load(rows))
-            case LoadEntry(tier, key, row, size_bytes):
-                return self._tiers[tier].load(key, self._pool.row(row)[:size_bytes])
-            case StoreEntry(tier, key, row, size_bytes):
-                return self._tiers[tier].store(key, self._pool.row(row)[:size_bytes])
+            case LoadEntry():
+                return self._load_entry(task)
+            case StoreEntry():
+                return self._store_entry(task)
+
+    # A tier reads and writes memory of its thread alone, and the copy from or to the row computes
+    # the checksum. So the checksum stands for exactly the bytes that the tier has checked, and the
+    # tier seals exactly the bytes that the checksum stands for, whatever happens to the row.
+
+    def _load_entry(self, task: LoadEntry) -> LoadResult | CopyResult:
+        row, own = self._pool.row(task.row), self._own_memory(task.size_bytes)
+        result = self._tiers[task.tier].load(task.key, own)
+        if result.outcome is not LoadOutcome.LOADED:
+            return result
+        loaded = replace(task.place, address=_address_of(own))
+        return CopyResult([self._copier.copy_row(loaded, _address_of(row))])
+
+    def _store_entry(self, task: StoreEntry) -> StoreResult | CopyResult:
+        row, own = self._pool.row(task.row), self._own_memory(task.size_bytes)
+        checksum = self._copier.copy_row(
+            replace(task.place, address=_address_of(row)), _address_of(own)
+        )
+        if checksum != task.checksum:
+            return CopyResult(reason=f"row {task.row} of the host pool is damaged")
+        return self._tiers[task.tier].store(task.key, own)
+
+    def _own_memory(self, size_bytes: int) -> memoryview:
+        """Memory of the calling thread, which starts at a page boundary."""
+        pages = getattr(self._memory, "pages", None)
+        if pages is None:
+            pages = self._memory.pages = mmap.mmap(-1, self._pool.row_bytes)
+        return memoryview(pages)[:size_bytes]
+
+
+def _address_of(memory: memoryview) -> int:
+    return np.frombuffer(memory, np.uint8).ctypes.data
 
 
 def _failure(task: Task, error: Exception) -> TaskResult:

@@ -436,6 +436,9 @@ class RowCopier(Protocol):
     def load(self, rows: Sequence[RowBlocks]) -> list[int]:
         """Copy from the rows to the cache, and return the checksums (64 bits)."""
 
+    def copy_row(self, row: RowBlocks, target: int) -> int:
+        """Copy a row to another address of host memory, and return its checksum."""
+
     def pin(self, address: int, size_bytes: int) -> None:
         """Prepare host memory for fast copies. Failure to pin only makes copies slower."""
 

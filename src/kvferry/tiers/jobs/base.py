@@ -40,22 +40,30 @@ class LoadRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadEntry:
-    """Load an entry of a tier into a row; the result is a `LoadResult`."""
+    """Load an entry of a tier into a row; the result is a `CopyResult` with the checksum of the
+    entry, or a `LoadResult` that says why the tier did not load it.
+    """
 
     tier: str
     key: EntryKey
     row: int
+    place: RowBlocks
+    """The row, and the blocks for which it is loaded."""
     size_bytes: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoreEntry:
-    """Store a row in a tier; the result is a `StoreResult`."""
+    """Store a row in a tier; the result is a `StoreResult`, or a `CopyResult` if the row does not
+    have this checksum any more.
+    """
 
     tier: str
     key: EntryKey
     row: int
+    place: RowBlocks
     size_bytes: int
+    checksum: int
 
 
 Task = StoreRows | LoadRows | LoadEntry | StoreEntry
@@ -156,6 +164,10 @@ class JobRows:
 
     def size(self, chunk: Chunk) -> int:
         return self.row_bytes[chunk.group]
+
+    def place(self, chunk: Chunk, row: int) -> RowBlocks:
+        """A row of our own for this chunk."""
+        return RowBlocks(self.pool.row_address(row), chunk.group, chunk.block_ids)
 
     def find(self, key: EntryKey) -> StoredRow | None:
         """Where the entry is in the pool, in a row that may be used."""

@@ -6,7 +6,9 @@ or a store has ended.
 
 No clock, no thread and no I/O: the caller passes `now`, performs the tasks on other threads and
 reports each result by `complete`. All bytes pass through rows, so a load from a tier that hangs can
-never write into the engine's cache, and its request need not wait for it.
+never write into the engine's cache, and its request need not wait for it. The checksum of a row is
+known before it is stored in a tier, and checked with every copy from it: so a row whose memory was
+damaged is neither sealed as an entry nor loaded.
 """
 
 from collections.abc import Iterable, Sequence
@@ -98,9 +100,9 @@ class OffloadJobs:
                 self._stores.complete(task, result, seconds, now)
             case LoadRows(), CopyResult():
                 self._loads.complete_copy(task, result, seconds, now)
-            case LoadEntry(), LoadResult():
+            case LoadEntry(), LoadResult() | CopyResult():
                 self._loads.complete_entry(task, result, seconds, now)
-            case StoreEntry(), StoreResult():
+            case StoreEntry(), StoreResult() | CopyResult():
                 self._entries.complete(task, result, seconds)
             case _:
                 raise AssertionError(f"{result} is no result of {task}")

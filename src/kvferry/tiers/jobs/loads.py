@@ -42,10 +42,6 @@ class _Load:
     bytes_by_tier: dict[str, int] = field(default_factory=dict)
 
 
-_Waiting = Sequence[tuple[_Load, Chunk]]
-"""The loads that wait for an entry, each with the blocks that it shall fill."""
-
-
 @dataclass(slots=True)
 class _EntryLoad:
     """An entry that is being loaded from slower tiers, for one or more loads."""
@@ -54,6 +50,7 @@ class _EntryLoad:
     untried: deque[str]
     """The tiers that have not been tried yet."""
     waiting: list[tuple[_Load, Chunk]]
+    """The loads that wait for the entry, each with the blocks that it shall fill."""
     row: int | None = None
 
     @property
@@ -67,16 +64,7 @@ class _Source:
 
     chunk: Chunk
     tier: str
-    stored: StoredRow | None
-    """None for a row that a tier has filled and checked just now: this copy finds its checksum."""
-    filled_row: int | None = None
-    """The row of our own that the tier has filled."""
-    followers: _Waiting = ()
-    """Other loads that wait for the same row; they copy it when its checksum is known."""
-
-    @property
-    def own_row(self) -> int | None:
-        return self.filled_row if self.stored is None else self.stored.row
+    stored: StoredRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +138,11 @@ class LoadJobs:
     # -- entries of slower tiers --
 
     def complete_entry(
-        self, task: LoadEntry, result: LoadResult, seconds: float, now: float
+        self, task: LoadEntry, result: LoadResult | CopyResult, seconds: float, now: float
     ) -> None:
         self.outbox.count(task.tier, "load_seconds", seconds)
         entry = self._entries[task.key]
-        if result.outcome is not LoadOutcome.LOADED:
+        if isinstance(result, LoadResult):
             self.outbox.count(task.tier, _COUNTERS[result.outcome])
             self.entry_stores.forget(task.tier, task.key)
             if result.outcome is not LoadOutcome.FAILED:
@@ -169,8 +157,18 @@ class LoadJobs:
             return
         self.entry_stores.note_known(task.tier, task.key, now)
         self.outbox.note_held(task.tier, task.key)
-        (load, chunk), *followers = waiting
-        self._start_copies(load, [_Source(chunk, task.tier, None, task.row, followers)])
+        is_published = self.rows.publish(task.key, task.row, *result.checksums)
+        tier = task.tier
+        for load, chunk in waiting:
+            stored = self.rows.find(task.key)
+            if stored is None:  # the pool was cleared meanwhile
+                self._load_entry(load, chunk, (task.tier,), now)
+            else:
+                self._start_copies(load, [_Source(chunk, tier, stored)])
+                tier = POOL  # the others need no further read of the tier
+        if is_published:
+            # Only now: the copies have pinned the row.
+            self.rows.release(task.key)
 
     def retry(self, now: float) -> None:
         """Try once more to load the entries that wait for a row of the pool."""
@@ -215,7 +213,8 @@ class LoadJobs:
             self._without_row.append(entry)
             return
         size_bytes = self.rows.size(entry.chunk)
-        self.outbox.start(LoadEntry(entry.untried.popleft(), key, entry.row, size_bytes))
+        place = self.rows.place(entry.chunk, entry.row)
+        self.outbox.start(LoadEntry(entry.untried.popleft(), key, entry.row, place, size_bytes))
 
     # -- copies into the cache --
 
@@ -230,14 +229,9 @@ class LoadJobs:
             self.outbox.start(task)
 
     def _pinned(self, source: _Source) -> RowBlocks:
-        if source.own_row is not None:
-            self.rows.pool.pin(source.own_row)
-        if source.stored is not None:
-            address = source.stored.address
-        else:
-            assert source.filled_row is not None
-            address = self.rows.pool.row_address(source.filled_row)
-        return RowBlocks(address, source.chunk.group, source.chunk.block_ids)
+        if source.stored.row is not None:
+            self.rows.pool.pin(source.stored.row)
+        return RowBlocks(source.stored.address, source.chunk.group, source.chunk.block_ids)
 
     def complete_copy(self, task: LoadRows, result: CopyResult, seconds: float, now: float) -> None:
         self.outbox.count(POOL, "load_seconds", seconds)
@@ -245,8 +239,8 @@ class LoadJobs:
         load = copy.load
         load.num_copies -= 1
         for index, source in enumerate(copy.sources):
-            if source.own_row is not None:
-                self.rows.pool.unpin(source.own_row)
+            if source.stored.row is not None:
+                self.rows.pool.unpin(source.stored.row)
             checksum = None if result.reason else result.checksums[index]
             self._end_source(load, source, checksum, now)
         if result.reason:
@@ -256,9 +250,7 @@ class LoadJobs:
     def _end_source(self, load: _Load, source: _Source, checksum: int | None, now: float) -> None:
         """Process the copy of one row; `checksum` is None if the copy failed."""
         key, size, count = source.chunk.key, self.rows.size(source.chunk), self.outbox.count
-        if source.stored is None:
-            self._publish_filled_row(source, checksum, now)
-        elif checksum is not None and checksum != source.stored.checksum:
+        if checksum is not None and checksum != source.stored.checksum:
             # Damaged, or evicted and overwritten while it was copied.
             count(POOL, "refused")
             self.rows.distrust(key, source.stored)
@@ -270,20 +262,6 @@ class LoadJobs:
                 self._count_bytes(load, source.chunk, source.tier)
             count(source.tier, "loads")
             count(source.tier, "loaded_bytes", size)
-
-    def _publish_filled_row(self, source: _Source, checksum: int | None, now: float) -> None:
-        """Keep a row in the pool that a slower tier has just checked, and copy it for all loads."""
-        key, row = source.chunk.key, source.filled_row
-        assert row is not None
-        is_published = checksum is not None and self.rows.publish(key, row, checksum)
-        if checksum is None:
-            self.rows.pool.discard(row)
-        for load, chunk in source.followers:
-            if not load.failure:
-                self._load_entry(load, chunk, (source.tier,), now)
-        if is_published:
-            # Only now: the copies for the followers have pinned the row.
-            self.rows.release(key)
 
     # -- ends of loads --
 

@@ -41,9 +41,9 @@ class EntryStores:
     )
     """The entries that tiers had, or began to get, at these times."""
 
-    def begin(self, chunk: Chunk, row: int, now: float) -> None:
+    def begin(self, chunk: Chunk, row: int, checksum: int, now: float) -> None:
         """Store a row in the tiers that lack it."""
-        pool = self.rows.pool
+        pool, place, size = self.rows.pool, self.rows.place(chunk, row), self.rows.size(chunk)
         for tier in self.lacking(chunk, now):
             # Half of the rows stay free of slow stores, so that loads always find a row.
             if 2 * self._num_active >= pool.num_rows:
@@ -51,14 +51,20 @@ class EntryStores:
                 continue
             pool.pin(row)
             self.note_known(tier, chunk.key, now)
-            self.outbox.start(StoreEntry(tier, chunk.key, row, self.rows.size(chunk)))
+            self.outbox.start(StoreEntry(tier, chunk.key, row, place, size, checksum))
             self._num_active += 1
 
-    def complete(self, task: StoreEntry, result: StoreResult, seconds: float) -> None:
+    def complete(self, task: StoreEntry, result: StoreResult | CopyResult, seconds: float) -> None:
         count = self.outbox.count
         count(task.tier, "store_seconds", seconds)
         self._num_active -= 1
         self.rows.pool.unpin(task.row)
+        if isinstance(result, CopyResult):
+            stored = self.rows.find(task.key)
+            if stored is not None and stored.row == task.row:
+                count(POOL, "refused")
+                self.rows.distrust(task.key, stored)
+            result = StoreResult(StoreOutcome.FAILED, result.reason)
         match result.outcome:
             case StoreOutcome.STORED:
                 count(task.tier, "stores")
@@ -152,10 +158,10 @@ class StoreJobs:
             if result.reason or copy.is_void or chunk.key in copy.void_keys:
                 pool.discard(row)
                 count(POOL, "failed_stores" if result.reason else "dropped_stores")
-            elif self.rows.publish(chunk.key, row, result.checksums[index]):
+            elif self.rows.publish(chunk.key, row, checksum := result.checksums[index]):
                 count(POOL, "stores")
                 count(POOL, "stored_bytes", self.rows.size(chunk))
-                self.entries.begin(chunk, row, now)
+                self.entries.begin(chunk, row, checksum, now)
                 self.rows.release(chunk.key)
         self._report_copied()
 
@@ -186,7 +192,7 @@ class StoreJobs:
             self.rows.pool.touch(chunk.key)
             if found.row is not None:
                 self.outbox.note_held(POOL, chunk.key)
-                self.entries.begin(chunk, found.row, now)
+                self.entries.begin(chunk, found.row, found.checksum, now)
             return True
         if self.rows.pool.holds(chunk.key):
             return True  # it is being copied for another request

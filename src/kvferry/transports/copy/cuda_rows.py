@@ -34,7 +34,7 @@ from kvferry.transports.copy.checksum import (
 )
 from kvferry.transports.copy.cuda import CudaAddressCopier, CudaCopyJob, DeviceArray
 from kvferry.transports.copy.gather import AddressCopies
-from kvferry.transports.copy.rows import check_block_ids, regions_of, row_segments
+from kvferry.transports.copy.rows import check_block_ids, copy_row, regions_of, row_segments
 from kvferry.transports.copy.segments import Offsets
 from kvferry.transports.cuda_ipc import driver as cuda_driver
 from kvferry.types import MemoryKind, Region
@@ -96,6 +96,9 @@ class CudaRowCopier:
                         ctypes.memmove(stage.address, row.address, size)
                 direction.copy_to_cache(source)
             return direction.take_sums()
+
+    def copy_row(self, row: RowBlocks, target: int) -> int:
+        return copy_row(row, target, self._regions)
 
     def pin(self, address: int, size_bytes: int) -> None:
         status = int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, PORTABLE_AND_MAPPED))

@@ -119,14 +119,26 @@ def copy_and_sum_by_numpy(
         sums[n] = segment_checksum(copied)
 
 
+copy_and_sum: CopyAndSum = native_or("copy_and_sum", copy_and_sum_by_numpy)
+
+
+def copy_row(row: RowBlocks, target: int, regions: Sequence[Region]) -> int:
+    """See `transports.base.RowCopier.copy_row`."""
+    block = [region.block_bytes for region in regions_of(row.group, regions)]
+    sizes = np.array(block * len(row.block_ids), np.int64)
+    offsets, sums = sizes.cumsum() - sizes, np.zeros(len(sizes), np.uint64)
+    copy_and_sum(target + offsets, row.address + offsets, sizes, sums)
+    return int(row_checksums(sums, sizes, np.array([len(sizes)]))[0])
+
+
 class CpuRowCopier:
     """Implements `transports.base.RowCopier` for a cache in host memory."""
 
-    def __init__(self, regions: Sequence[Region], copy_and_sum: CopyAndSum | None = None) -> None:
+    def __init__(self, regions: Sequence[Region], copy_and_sum: CopyAndSum = copy_and_sum) -> None:
         if any(region.memory is not MemoryKind.DRAM for region in regions):
             raise LocalProtocolError("this copier is for a cache in host memory")
         self._regions = tuple(regions)
-        self._copy_and_sum = copy_and_sum or native_or("copy_and_sum", copy_and_sum_by_numpy)
+        self._copy_and_sum = copy_and_sum
 
     def row_bytes(self, group: int, num_blocks: int) -> int:
         return num_blocks * sum(region.block_bytes for region in regions_of(group, self._regions))
@@ -138,6 +150,9 @@ class CpuRowCopier:
     def load(self, rows: Sequence[RowBlocks]) -> list[int]:
         segments = row_segments(rows, self._regions)
         return self._copy(segments.cache, segments.host, segments)
+
+    def copy_row(self, row: RowBlocks, target: int) -> int:
+        return copy_row(row, target, self._regions)
 
     def pin(self, address: int, size_bytes: int) -> None:
         return None
