@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.connectors.pair import DEADLINE_S, Blocks, EngineRequest, EngineSide, step_until
 
-from kvferry.connectors.contract import KVCacheGroup, RequestStatus, SupportsHMA
+from kvferry.connectors.contract import KVCacheGroup, RequestStatus
 from kvferry.protocol import messages as codec
 from kvferry.protocol.messages import Release, RetainedTurnReply, RetainedTurnRequest
 from kvferry.protocol.tickets import HOLE, TicketKey
@@ -64,7 +64,6 @@ def end_turn(
         params,
         **{"status": RequestStatus.FINISHED_STOPPED, "num_computed_tokens": len(tokens), **changes},
     )
-    assert isinstance(d.scheduler, SupportsHMA)
     is_delayed, found = d.scheduler.request_finished_all_groups(request, blocks or ([5, 6, 7],))
     assert is_delayed == (found is not None)
     return found
