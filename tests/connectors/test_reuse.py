@@ -13,7 +13,7 @@ from tests.connectors.pair import DEADLINE_S, Blocks, EngineRequest, EngineSide,
 from kvferry.connectors.contract import KVCacheGroup, RequestStatus
 from kvferry.protocol import messages as codec
 from kvferry.protocol.messages import Release, RetainedTurnReply, RetainedTurnRequest
-from kvferry.protocol.tickets import HOLE, TicketKey
+from kvferry.protocol.tickets import NO_BLOCK, TicketKey
 from kvferry.transports.base import Received
 from kvferry.transports.memory import MemoryControlTransport, MemoryNetwork
 
@@ -599,11 +599,11 @@ def test_where_attention_forgets_only_what_goes_on_at_the_end_is_fetched(
     sides += [EngineSide(name, network, groups=groups, **REUSE) for name in ("p", "d")]
     p, d = sides
     d.fill([5, 6, 7, 9], seed=1)
-    request = arrive(p, kept(d, [5, 6, 7], [HOLE, HOLE, 9]), tokens)
+    request = arrive(p, kept(d, [5, 6, 7], [NO_BLOCK, NO_BLOCK, 9]), tokens)
     assert answered(p, d, request) == (matched, matched > 0)
     if matched:
         p.scheduler.update_state_after_alloc(
-            request, Blocks(([1, 2, 3, 4], [HOLE, HOLE, 11, 12])), matched
+            request, Blocks(([1, 2, 3, 4], [NO_BLOCK, NO_BLOCK, 11, 12])), matched
         )
         step_until(lambda: "next" in p.seen.finished_recving, p, d)
         assert p.seen.failed_recving == set()

@@ -38,7 +38,7 @@ from kvferry.engine.messages import (
     StepResult,
 )
 from kvferry.engine.scheduler import Scheduler
-from kvferry.protocol.tickets import HOLE
+from kvferry.protocol.tickets import NO_BLOCK
 from kvferry.testing.local import LocalTransportKit
 from kvferry.types import RequestId
 
@@ -159,7 +159,7 @@ class ScriptedConnector(KVConnectorBase_V1):
         if script.is_delayed and script.is_soft:
             self.kept.retain(
                 RequestId(request.request_id),
-                sum(block != HOLE for table in tables for block in table),
+                sum(block != NO_BLOCK for table in tables for block in table),
                 "",
             )
         return script.is_delayed, script.params
@@ -359,7 +359,10 @@ class Rig:
     def _remember_lent(self) -> None:
         for request_id, tables in self.connector.newly_sending:
             self.lent[request_id] = [
-                (block, self._block(block)) for table in tables for block in table if block != HOLE
+                (block, self._block(block))
+                for table in tables
+                for block in table
+                if block != NO_BLOCK
             ]
         self.connector.newly_sending.clear()
 
@@ -382,8 +385,10 @@ class Rig:
         end, block_size = part.start + len(part.token_ids), self.limits.block_size
         seen = self.limits.groups[number].first_visible_token(part.start)
         first = seen // block_size
-        assert set(table[:first]) <= {HOLE}, f"{part.request_id} keeps blocks that nobody looks at"
-        assert HOLE not in table[first:], f"{part.request_id} lacks blocks that it looks at"
+        assert set(table[:first]) <= {NO_BLOCK}, (
+            f"{part.request_id} keeps blocks that nobody looks at"
+        )
+        assert NO_BLOCK not in table[first:], f"{part.request_id} lacks blocks that it looks at"
         lent = {block for blocks in self.lent.values() for block, _ in blocks}
         assert lent.isdisjoint(table[part.start // block_size :]), (
             f"{part.request_id} writes into blocks that a peer may read"
@@ -408,7 +413,7 @@ class Rig:
     def _fill(self, table: Any, positions: range, value: Callable[[int], int]) -> None:
         for position in positions:
             block, offset = self._cell(table, position)
-            if block != HOLE:
+            if block != NO_BLOCK:
                 self.cells[block, offset] = value(position)
 
     def _cell(self, table: Any, position: int) -> tuple[int, int]:

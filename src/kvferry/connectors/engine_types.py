@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvferry.protocol.tickets import HOLE
+from kvferry.protocol.tickets import NO_BLOCK
 
 if TYPE_CHECKING:
     from kvferry.config import KVTransferConfig, SideChannelConfig
@@ -182,7 +182,7 @@ class KVCacheGroup:
         if self.state is None or not num_tokens:
             return list(table[:num_blocks])
         index = (num_tokens - 1) // self.state.block_size
-        return [HOLE] * (num_blocks - 1) + [table[index] if index < len(table) else HOLE]
+        return [NO_BLOCK] * (num_blocks - 1) + [table[index] if index < len(table) else NO_BLOCK]
 
     def first_visible_token(self, position: int) -> int:
         """The first token that the token at `position` attends to. For a state, the token before

@@ -32,7 +32,7 @@ from kvferry.connectors.nixl.transfer_mode import (
 from kvferry.connectors.stats import TransferStats
 from kvferry.errors import InvalidTicket
 from kvferry.protocol.fingerprints import common_prefix
-from kvferry.protocol.tickets import HOLE, Ticket
+from kvferry.protocol.tickets import NO_BLOCK, Ticket
 from kvferry.types import FailurePolicy, RequestId
 from kvferry.worker.commands import (
     AbortLoad,
@@ -259,7 +259,7 @@ class PeerLoads:
             self._context.commands.append(RejectLoad(request_id, reason))
             return
         if any(
-            group.is_state and blocks_of[-1] == HOLE
+            group.is_state and blocks_of[-1] == NO_BLOCK
             for group, blocks_of in zip(self._context.cache.groups, table, strict=True)
         ):
             reason = f"this engine has no block for the states after {end} tokens"
@@ -343,7 +343,7 @@ class PeerLoads:
             return 0
         needed = -(-matched // ticket.block_size)
         for group, blocks in zip(self._context.cache.groups, ticket.block_ids(), strict=False):
-            if HOLE in blocks[group.first_visible_token(matched) // ticket.block_size : needed]:
+            if NO_BLOCK in blocks[group.first_visible_token(matched) // ticket.block_size : needed]:
                 return 0
         return matched
 

@@ -37,7 +37,7 @@ from kvferry.connectors.nixl.transfer_mode import (
 )
 from kvferry.errors import InvalidTicket
 from kvferry.protocol.fingerprints import Fingerprint, fingerprint
-from kvferry.protocol.tickets import HOLE, MAX_TICKET_NAME_CHARS, PushTicketKey, Ticket
+from kvferry.protocol.tickets import MAX_TICKET_NAME_CHARS, NO_BLOCK, PushTicketKey, Ticket
 from kvferry.types import Address, RequestId
 from kvferry.worker.commands import (
     AbandonLease,
@@ -178,7 +178,10 @@ class PrefillStreams:
         resumed at once may have as many tokens as before, but in other blocks.
         """
         return any(
-            any(was not in (HOLE, now) for was, now in zip_longest(before, after, fillvalue=HOLE))
+            any(
+                was not in (NO_BLOCK, now)
+                for was, now in zip_longest(before, after, fillvalue=NO_BLOCK)
+            )
             for before, after in zip(stream.blocks, blocks, strict=True)
         )
 
@@ -191,8 +194,8 @@ class PrefillStreams:
         return tuple(
             tuple(
                 now
-                for was, now in zip_longest(before[: len(after)], after, fillvalue=HOLE)
-                if now not in (HOLE, was)
+                for was, now in zip_longest(before[: len(after)], after, fillvalue=NO_BLOCK)
+                if now not in (NO_BLOCK, was)
             )
             for before, after in zip(stream.blocks, blocks, strict=True)
         )
@@ -212,7 +215,7 @@ class PrefillStreams:
             for group in self.groups
         ]
         return tuple(
-            (*[HOLE] * first, *table[first:ready], *[HOLE] * (total - ready))
+            (*[NO_BLOCK] * first, *table[first:ready], *[NO_BLOCK] * (total - ready))
             for first, table in zip(firsts, tables, strict=True)
         )
 

@@ -58,7 +58,7 @@ from kvferry.connectors.stats import SIDE_CHANNEL_METRIC, TransferStats
 from kvferry.errors import ConfigError, LocalProtocolError
 from kvferry.protocol.fingerprints import MAX_CHAIN_POINTS, Fingerprint, fingerprint
 from kvferry.protocol.handshake import ServedEngine
-from kvferry.protocol.tickets import HOLE, MAX_TICKET_NAME_CHARS, PushTicketKey, Ticket
+from kvferry.protocol.tickets import MAX_TICKET_NAME_CHARS, NO_BLOCK, PushTicketKey, Ticket
 from kvferry.types import Address, EngineId, RequestId
 from kvferry.worker.commands import (
     AbandonLease,
@@ -299,7 +299,7 @@ class NixlConnectorScheduler(SchedulerSide):
             return None
         held = self._context.cache.block_lists(block_ids, num_tokens)
         all_tokens = request.all_token_ids[:num_tokens]
-        num_held = sum(block != HOLE for group in held for block in group)
+        num_held = sum(block != NO_BLOCK for group in held for block in group)
         if isinstance(role, LoadFromPeer | NoTransfer):
             tokens = fingerprint(all_tokens, self._context.cache.block_size, salt, MAX_CHAIN_POINTS)
             params = self._retain(request, held, tokens, role.retention.turn_id)

@@ -16,7 +16,7 @@ from kvferry.connectors.contract import ConnectorConfig, KVCacheConfig, Request,
 from kvferry.connectors.nixl.params import LoadFromPeer, PrefillForPeer
 from kvferry.connectors.nixl.tables import LoadOffer
 from kvferry.protocol.fingerprints import Fingerprint
-from kvferry.protocol.tickets import HOLE, Ticket, TicketKey, runs_from_blocks
+from kvferry.protocol.tickets import NO_BLOCK, Ticket, TicketKey, runs_from_blocks
 from kvferry.types import Address, Epoch, RequestId
 from kvferry.worker.commands import GrantLease, WorkerCommand
 
@@ -165,7 +165,7 @@ class TicketIssuer:
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_block_ids": [
-                [block for block in group if block != HOLE] for group in ticket.block_ids()
+                [block for block in group if block != NO_BLOCK] for group in ticket.block_ids()
             ],
             "remote_engine_id": ticket.engine,
             "remote_request_id": ticket.request,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from kvferry.connectors.contract import KVCacheGroup, Request, ScheduledSlice
 from kvferry.connectors.offloading.metadata import EndStores
 from kvferry.connectors.offloading.requests import BlockTables, TrackedRequest
-from kvferry.protocol.tickets import HOLE
+from kvferry.protocol.tickets import NO_BLOCK
 from kvferry.tiers.base import EntryKey
 from kvferry.tiers.commands import OffloadCommand, StoreChunks, VoidStores
 
@@ -216,7 +216,7 @@ class RequestStores:
             table, keys = tables[group], tracked.chain.keys[group]
             # Blocks leave a window from the front.
             for index in range(tracked.store.uncopied_from, tracked.store.num_offered):
-                if index < len(table) and table[index] != HOLE:
+                if index < len(table) and table[index] != NO_BLOCK:
                     break
                 gone.append(keys[index])
         if gone:
