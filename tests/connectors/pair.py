@@ -236,6 +236,7 @@ class EngineSide:
             assert not getattr(self.seen, name) & getattr(output, name), "reported twice"
             getattr(self.seen, name).update(getattr(output, name))
         self.seen.failure_reasons.update(news.failure_reasons)
+        self.seen.optional_failures |= news.optional_failures
         self.seen.given_up_recving.update(news.given_up_recving)
 
     def prefill(self, request: EngineRequest, *blocks: list[int]) -> dict[str, Any]:

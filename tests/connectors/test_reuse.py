@@ -450,11 +450,10 @@ def test_a_load_that_fails_late_may_be_made_up_for(pair: tuple[EngineSide, Engin
     p.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3, 4],)), 10)
     step_until(lambda: "next" in p.seen.finished_recving, p)
     assert p.seen.failed_recving == {"next"}
-    assert p.scheduler.is_load_optional("next")
+    assert (p.seen.optional_failures, p.seen.given_up_recving) == ({"next"}, {})
     assert counted(p, "reuse_failed_loads", "reuse_loads") == [1, 0]
     request.status = RequestStatus.FINISHED_ABORTED
     p.scheduler.request_finished(request, [])
-    assert not p.scheduler.is_load_optional("next")
 
 
 def test_a_client_that_leaves_while_the_keeper_is_asked_leaves_nothing_behind(

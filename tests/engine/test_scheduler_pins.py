@@ -114,11 +114,10 @@ def test_what_only_saves_computing_is_computed_when_it_cannot_be_loaded(
     policy: FailurePolicy,
 ) -> None:
     rig = Rig(make_limits(load_failure_policy=policy))
-    rig.add(make_request("next", PROMPT), Script(available_tokens=8, is_optional=True))
-    rig.step()
-    rig.news.given_up_recving["next"] = "D died"
+    rig.add(make_request("next", PROMPT), Script(available_tokens=8))
     rig.step()
     rig.end_load("next", failure="D died")
+    rig.news.optional_failures.add("next")
     rig.run()
     assert rig.tokens_of("next") == predict(rig.requests["next"])
     assert_quiescent(rig)

@@ -120,11 +120,6 @@ class Connector(KVConnectorBase_V1, SupportsHMA):
     def requires_kv_delivery(self) -> bool:
         return super().requires_kv_delivery and self.description.requires_kv_delivery
 
-    def is_load_optional(self, request_id: str) -> bool:
-        return self.description.loads_are_optional or self.scheduler_side.is_load_optional(
-            request_id
-        )
-
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:

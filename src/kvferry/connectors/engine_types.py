@@ -317,25 +317,21 @@ class KVConnectorTransferResults:
     failure_reasons: dict[str, str] = field(default_factory=dict)
     """kvferry only: one sentence per failed receive."""
     optional_failures: set[str] = field(default_factory=set)
-    """kvferry only: failed receives that the engine computes whatever the failure policy says."""
+    """kvferry only: requests with a failed load that the engine computes whatever the failure
+    policy says.
+    """
     given_up_recving: dict[str, str] = field(default_factory=dict)
-    """kvferry only: receives that will fail, with the reason, but whose blocks may still be
-    written. `failed_recving` names the same requests later.
+    """kvferry only: receives that will fail the request, with the reason, but whose blocks may
+    still be written. `failed_recving` names the same requests later.
     """
     recving_times: "dict[str, list[TransferTimes]]" = field(default_factory=dict)
     """kvferry only: timings of receives that ended, one entry per rank that reports timings."""
 
 
 @dataclass(slots=True)
-class KVConnectorOutput:
+class KVConnectorOutput(KVConnectorTransferResults):
     """The workers' report of one step, of one rank or aggregated over ranks."""
 
-    finished_sending: set[str] = field(default_factory=set)
-    finished_recving: set[str] = field(default_factory=set)
-    failed_recving: set[str] = field(default_factory=set)
-    failure_reasons: dict[str, str] = field(default_factory=dict)
-    given_up_recving: dict[str, str] = field(default_factory=dict)
-    recving_times: "dict[str, list[TransferTimes]]" = field(default_factory=dict)
     invalid_block_ids: set[int] = field(default_factory=set)
     kv_connector_stats: "KVConnectorStats | None" = None
     kv_cache_events: Any = None

@@ -85,12 +85,6 @@ class SchedulerSide(Protocol):
     ) -> Mapping[Any, int]:
         return {}
 
-    def is_load_optional(self, request_id: str) -> bool:
-        """kvferry only. Whether the engine must compute a request whose load has failed, regardless
-        of the failure policy.
-        """
-        return False
-
     def withdraw(self, request_id: str) -> None:
         """kvferry only. Save nothing more of a request: its salt may not fit its KV any more."""
         return None

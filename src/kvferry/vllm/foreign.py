@@ -62,9 +62,6 @@ class ForeignConnector:
     def publish_events(self, describe: object) -> None:
         return None
 
-    def is_load_optional(self, request_id: str) -> bool:
-        return False
-
     def has_urgent_work(self) -> bool:
         return bool(self.connector.has_pending_push_work())
 

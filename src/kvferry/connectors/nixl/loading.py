@@ -282,9 +282,6 @@ class PeerLoads:
         started, self._started_optional = frozenset(self._started_optional), []
         return started
 
-    def is_optional(self, request: RequestId) -> bool:
-        return self._loads.is_optional(request)
-
     def finish_request(self, request: RequestId) -> None:
         if self._loads.finish_request(request):
             self._context.commands.append(AbortLoad(request))

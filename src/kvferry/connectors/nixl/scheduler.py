@@ -240,9 +240,6 @@ class NixlConnectorScheduler(SchedulerSide):
         if connector_output.finished_sending:
             self._report_held_blocks()
 
-    def is_load_optional(self, request_id: str) -> bool:
-        return self._loads.is_optional(RequestId(request_id))
-
     # -- producer --
 
     def request_finished_all_groups(

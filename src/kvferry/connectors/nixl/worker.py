@@ -295,7 +295,8 @@ class NixlConnectorWorker(WorkerSide):
                 self._worker_metadata.failed[request] = reason
             # The request will fail, but its blocks may still be written; `TransferFailed` follows.
             case TransferAbandoned(request, reason):
-                results.given_up_recving[request] = reason
+                if request not in self._optional_loads:
+                    results.given_up_recving[request] = reason
             case LeaseEnded(request, end):
                 # Every rank has a lease of the same request; rank 0 alone counts it.
                 counter = {
