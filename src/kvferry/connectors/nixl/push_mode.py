@@ -16,29 +16,19 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-from kvferry.config import NixlExtraConfig
-from kvferry.connectors.contract import (
-    ConnectorConfig,
-    KVCacheConfig,
-    KVCacheGroup,
-    Request,
-    RequestStatus,
-    ScheduledSlice,
-)
+from kvferry.connectors.contract import KVCacheGroup, Request, RequestStatus, ScheduledSlice
 from kvferry.connectors.nixl.params import LoadFromPeer, PrefillForPeer, UnsignedPeer
-from kvferry.connectors.nixl.tables import LoadOffer, SharedTicketKey
 from kvferry.connectors.nixl.transfer_mode import (
-    LeaseGrant,
-    LoadByTicket,
-    LoadDecision,
+    LoadOffer,
     LoadPlan,
-    LoadRefusal,
-    TicketIssuer,
+    PullMode,
+    SchedulerContext,
+    SharedTicketKey,
 )
 from kvferry.errors import InvalidTicket
 from kvferry.protocol.fingerprints import Fingerprint, fingerprint
 from kvferry.protocol.tickets import MAX_TICKET_NAME_CHARS, NO_BLOCK, PushTicketKey, Ticket
-from kvferry.types import Address, RequestId
+from kvferry.types import Address, BlockIds, RequestId
 from kvferry.worker.commands import (
     AbandonLease,
     CloseStream,
@@ -50,7 +40,6 @@ from kvferry.worker.commands import (
     RegisterForPushByAddress,
     SkipLoad,
     WithdrawStream,
-    WorkerCommand,
 )
 
 
@@ -65,7 +54,7 @@ class PrefillStream:
     serial: int = 0
     """The serial of the published ticket; 0 if nothing is published."""
     num_published: int = 0
-    blocks: Sequence[Sequence[int]] = ()
+    blocks: BlockIds = ()
     """The block tables as published."""
 
 
@@ -173,7 +162,7 @@ class PrefillStreams:
         )
         self._published[RequestId(stream.request.request_id)] = stream
 
-    def has_lost_blocks(self, stream: PrefillStream, blocks: Sequence[Sequence[int]]) -> bool:
+    def has_lost_blocks(self, stream: PrefillStream, blocks: BlockIds) -> bool:
         """Whether the engine no longer holds a published block. A request that was preempted and
         resumed at once may have as many tokens as before, but in other blocks.
         """
@@ -185,9 +174,7 @@ class PrefillStreams:
             for before, after in zip(stream.blocks, blocks, strict=True)
         )
 
-    def unpublished(
-        self, stream: PrefillStream, blocks: Sequence[Sequence[int]]
-    ) -> tuple[tuple[int, ...], ...]:
+    def unpublished(self, stream: PrefillStream, blocks: BlockIds) -> tuple[tuple[int, ...], ...]:
         """The blocks that the engine holds at the end of the prefill leg and that were not
         published.
         """
@@ -201,7 +188,7 @@ class PrefillStreams:
         )
 
     def _padded(
-        self, tables: Sequence[Sequence[int]], num_tokens: int, num_prompt_tokens: int
+        self, tables: BlockIds, num_tokens: int, num_prompt_tokens: int
     ) -> tuple[tuple[int, ...], ...]:
         """Replace the blocks that the last token does not attend to by holes: the engine may free
         those blocks at any time, and a reader would not notice that the contents changed. The
@@ -242,22 +229,14 @@ def _has_lost_tokens(stream: PrefillStream) -> bool:
 MAX_DECLINED = 10_000
 
 
-class PushMode:
-    """The decode side registers for a prefill leg before it has finished. A `TransferMode`."""
+class PushMode(PullMode):
+    """The decode side registers for a prefill leg before it has finished."""
 
-    def __init__(
-        self,
-        config: ConnectorConfig,
-        cache: KVCacheConfig,
-        extra: NixlExtraConfig,
-        issuer: TicketIssuer,
-    ) -> None:
-        self._config = config
-        self._cache = cache
-        self._extra = extra
-        self._issuer = issuer
-        self._push_key = PushTicketKey(config.secret)
-        self._streams = PrefillStreams(cache.block_size, cache.groups)
+    def __init__(self, context: SchedulerContext) -> None:
+        super().__init__(context)
+        self._config, self._cache, self._extra = context.config, context.cache, context.extra
+        self._push_key = PushTicketKey(context.config.secret)
+        self._streams = PrefillStreams(context.cache.block_size, context.cache.groups)
         self._published: dict[str, RequestId] = {}
         """Finished prefill legs whose blocks are held, by match id."""
         self._match_ids: dict[RequestId, str] = {}
@@ -269,17 +248,15 @@ class PushMode:
 
     # -- consumer --
 
-    def plan_load(self, request: Request, role: LoadFromPeer) -> LoadDecision:
+    def plan_load(self, request: Request, role: LoadFromPeer) -> LoadPlan | None:
         if role.push_ticket is None:
             if role.ticket is None and role.unsigned_peer is not None and self._extra.peers:
                 return self._plan_load_from(request, role.unsigned_peer)
-            return LoadByTicket(role.ticket)
-        try:
-            ticket = self._push_key.open(role.push_ticket)
-        except InvalidTicket as error:
-            return LoadRefusal(str(error))
-        if ticket.engine == self._config.kv_transfer.engine_id:
-            return LoadPlan(self._decline(ticket.match_id))
+            return None
+        ticket = self._push_key.open(role.push_ticket)
+        if ticket.engine == self._context.engine_id:
+            self._decline(ticket.match_id)
+            return LoadPlan()
         command = RegisterForPush(
             RequestId(request.request_id),
             str(role.push_ticket),
@@ -288,24 +265,21 @@ class PushMode:
         )
         return self._expect(request, command, (ticket.engine, ticket.epoch, ticket.match_id))
 
-    def _plan_load_from(self, request: Request, peer: UnsignedPeer) -> LoadDecision:
+    def _plan_load_from(self, request: Request, peer: UnsignedPeer) -> LoadPlan:
         """Register with a prefill side that a router named without a signature. The name is trusted
         only if the address is listed in `peers`.
         """
-        if (
-            peer.engine == self._config.kv_transfer.engine_id
-            or peer.address == self._issuer.address
-        ):
+        if peer.engine == self._context.engine_id or peer.address == self._context.address:
             # Both legs run on this engine: the blocks are in its own prefix cache, and an engine
             # never connects to itself.
             return LoadPlan()
         if str(peer.address) not in self._extra.peer_addresses:
-            return LoadRefusal(
+            raise InvalidTicket(
                 f"the request has no ticket, and {peer.address} is not among this engine's `peers`;"
                 " add the address to `peers`, or use a router that signs push tickets"
             )
         if len(request.request_id) > MAX_TICKET_NAME_CHARS:
-            return LoadRefusal(
+            raise InvalidTicket(
                 f"the request has no ticket, and its id is longer than {MAX_TICKET_NAME_CHARS} "
                 "characters; shorten the id, or use a router that signs push tickets"
             )
@@ -321,8 +295,8 @@ class PushMode:
 
     @property
     def _own_address(self) -> Address:
-        assert self._issuer.address is not None
-        return self._issuer.address
+        assert self._context.address is not None
+        return self._context.address
 
     def _fingerprint(self, request: Request) -> Fingerprint:
         salt, size = request.cache_salt, self._cache.block_size
@@ -363,80 +337,78 @@ class PushMode:
             if group.has_local_attention
         )
 
-    def _decline(self, match_id: str) -> tuple[AbandonLease, ...]:
+    def _decline(self, match_id: str) -> None:
         """Drop a match whose two legs both run on this engine: the blocks are in its own prefix
         cache, and an engine never connects to itself.
         """
         held = self._published.get(match_id)
         if held is not None:
-            return (AbandonLease(held),)
+            self._context.commands.append(AbandonLease(held))
+            return
         # The prefill leg has not finished yet; `finish_prefill_leg` abandons the lease.
         self._declined_match_ids[match_id] = None
         if len(self._declined_match_ids) > MAX_DECLINED:
             self._declined_match_ids.popitem(last=False)
-        return ()
 
     # -- producer --
 
-    def announce_prefill_leg(self, request: Request, role: PrefillForPeer) -> list[WorkerCommand]:
-        return [ExpectPrefill(RequestId(request.request_id), self._match_id(role))]
+    def announce_prefill_leg(self, request: Request, role: PrefillForPeer) -> None:
+        command = ExpectPrefill(RequestId(request.request_id), self._match_id(role))
+        self._context.commands.append(command)
 
-    def add_prefill_leg(self, request: Request, role: PrefillForPeer) -> list[WorkerCommand]:
+    def add_prefill_leg(self, request: Request, role: PrefillForPeer) -> None:
         if (
             self._extra.push_streaming
-            and self._config.kv_transfer.is_kv_producer
-            and self._issuer.address is not None
+            and self._context.is_producer
+            and self._context.address is not None
             and len(request.request_id) <= MAX_TICKET_NAME_CHARS
         ):
             self._streams.add(request, self._match_id(role))
-        return self.announce_prefill_leg(request, role)
+        self.announce_prefill_leg(request, role)
 
     def needs_slices(self, request: RequestId) -> bool:
         return self._streams.get(request) is not None
 
-    def step_commands(self, slices: Iterable[ScheduledSlice]) -> list[WorkerCommand]:
+    def plan_step(self, slices: Iterable[ScheduledSlice]) -> None:
         """Withdraw the streams whose blocks the engine has taken away, and publish the blocks that
         earlier steps have filled.
         """
         slices = tuple(slices)
-        commands: list[WorkerCommand] = []
         # Withdraw before publishing: a resumed request may already have new blocks in this step.
         for stream in self._streams.take_preempted(slices):
-            commands.append(WithdrawStream(RequestId(stream.request.request_id), stream.serial))
+            withdraw = WithdrawStream(RequestId(stream.request.request_id), stream.serial)
+            self._context.commands.append(withdraw)
             stream.serial = stream.num_published = 0
         for advance in self._streams.advances(slices):
-            commands += self._publish(advance)
-        return commands
+            self._publish(advance)
 
-    def _publish(self, advance: StreamAdvance) -> list[WorkerCommand]:
-        stream, request_id = advance.stream, RequestId(advance.stream.request.request_id)
-        commands: list[WorkerCommand] = []
+    def _publish(self, advance: StreamAdvance) -> None:
+        context, stream = self._context, advance.stream
+        request_id = RequestId(stream.request.request_id)
         serial = stream.serial
         if not serial:
-            serial = self._issuer.next_serial()
-            commands.append(OpenStream(request_id, serial))
-        ticket = self._issuer.ticket(stream.request, serial, advance.blocks, stream.tokens)
-        copied = advance.new_blocks(self._cache.block_size) if self._issuer.uses_host_buffer else ()
-        text = self._issuer.key.sign(ticket)
-        commands.append(
+            serial = context.next_serial()
+            context.commands.append(OpenStream(request_id, serial))
+        ticket = context.ticket(stream.request, serial, advance.blocks, stream.tokens)
+        copied = context.blocks_to_copy(advance.new_blocks(self._cache.block_size))
+        text = context.key.sign(ticket)
+        context.commands.append(
             PublishTicket(request_id, stream.match_id, text, advance.num_tokens, copied)
         )
         self._streams.note_published(advance, serial)
-        return commands
 
-    def grant_lease(self, request: RequestId, blocks: Sequence[Sequence[int]]) -> LeaseGrant:
+    def grant_lease(self, request: RequestId, blocks: BlockIds) -> int:
         stream = self._streams.get(request)
         if stream is None or not stream.serial:
-            return self._issuer.grant_lease(request, blocks)
+            return super().grant_lease(request, blocks)
         # Preempted and resumed since the last publication: the published blocks may hold
         # other KV by now.
         if self._streams.has_lost_blocks(stream, blocks):
-            grant = self._issuer.grant_lease(request, blocks)
-            withdraw = WithdrawStream(request, stream.serial)
-            return LeaseGrant(grant.serial, (withdraw, *grant.commands))
-        uses_host_buffer = self._issuer.uses_host_buffer
-        copied = self._streams.unpublished(stream, blocks) if uses_host_buffer else ()
-        return LeaseGrant(stream.serial, (CloseStream(request, copied),))
+            self._context.commands.append(WithdrawStream(request, stream.serial))
+            return super().grant_lease(request, blocks)
+        copied = self._context.blocks_to_copy(self._streams.unpublished(stream, blocks))
+        self._context.commands.append(CloseStream(request, copied))
+        return stream.serial
 
     def ticket_params(self, ticket: Ticket) -> dict[str, Any]:
         """A pull ticket, because no D may have registered. `remote_epoch` tells kvferry's router
@@ -445,13 +417,14 @@ class PushMode:
         vllm-router reads `transfer_mode`: if it is push, the router sends D parameters of its own,
         which lack the ticket and are of use only if the engines list each other in `peers`.
         """
-        params = {**self._issuer.ticket_params(ticket), "remote_epoch": ticket.epoch}
+        params = {**super().ticket_params(ticket), "remote_epoch": ticket.epoch}
         return params | {"transfer_mode": "push"} if self._extra.peers else params
 
     def finish_prefill_leg(
         self, request: Request, role: PrefillForPeer, params: Mapping[str, Any] | None
-    ) -> list[WorkerCommand]:
+    ) -> None:
         request_id, match_id = RequestId(request.request_id), self._match_id(role)
+        commands = self._context.commands
         self._streams.end(request_id)
         if params is None:
             reason = (
@@ -460,20 +433,22 @@ class PushMode:
                 if request.cache_salt is not None
                 else "the prefill side does not exchange the KV of this request; its log says why"
             )
-            return [FailPush(request_id, match_id, reason)]
+            commands.append(FailPush(request_id, match_id, reason))
+            return
         if match_id in self._declined_match_ids:
             del self._declined_match_ids[match_id]
-            return [AbandonLease(request_id)]
+            commands.append(AbandonLease(request_id))
+            return
         if match_id:
             self._published[match_id], self._match_ids[request_id] = request_id, match_id
         num_tokens = params["remote_num_tokens"]
-        return [PublishTicket(request_id, match_id, params["ticket"], num_tokens)]
+        commands.append(PublishTicket(request_id, match_id, params["ticket"], num_tokens))
 
     def end_lease(self, request: RequestId) -> None:
         self._published.pop(self._match_ids.pop(request, ""), None)
 
-    def drop_prefill_legs(self, reason: str) -> list[WorkerCommand]:
-        return [
+    def drop_prefill_legs(self, reason: str) -> None:
+        self._context.commands += [
             FailPush(RequestId(stream.request.request_id), stream.match_id, reason)
             for stream in self._streams.clear()
         ]
