@@ -25,11 +25,8 @@ from kvferry.errors import LocalProtocolError
 class _Call:
     """A call that a side answers: reading it from a connector returns the side's own method."""
 
-    def __init__(self, side: str) -> None:
+    def __init__(self, side: str, name: str) -> None:
         self._side = side
-        self._name = ""
-
-    def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
     def __get__(self, connector: Any, owner: type) -> Any:
@@ -37,7 +34,9 @@ class _Call:
 
 
 class Connector(KVConnectorBase_V1, SupportsHMA):
-    """The connector that a description describes, in one role."""
+    """The connector that a description describes, in one role. Its side answers every call that
+    this class does not define (see the end of this module).
+    """
 
     def __init__(
         self,
@@ -92,29 +91,10 @@ class Connector(KVConnectorBase_V1, SupportsHMA):
 
     # -- scheduler --
 
-    bind_kv_cache_manager: Any = _Call("scheduler_side")
-    build_connector_meta: Any = _Call("scheduler_side")
-    expect_request: Any = _Call("scheduler_side")
-    get_external_cache_hit_sources: Any = _Call("scheduler_side")
-    get_loaded_kv_cache_group_ids: Any = _Call("scheduler_side")
-    get_num_new_matched_tokens: Any = _Call("scheduler_side")
-    has_pending_block_frees: Any = _Call("scheduler_side")
-    has_pending_push_work: Any = _Call("scheduler_side")
-    has_urgent_work: Any = _Call("scheduler_side")
-    needs_slices: Any = _Call("scheduler_side")
-    on_new_request: Any = _Call("scheduler_side")
-    publish_events: Any = _Call("scheduler_side")
-    reclaim_blocks: Any = _Call("scheduler_side")
-    register_finished_partial_tail: Any = _Call("scheduler_side")
-    request_abandoned: Any = _Call("scheduler_side")
-    request_finished_all_groups: Any = _Call("scheduler_side")
-    reset_cache: Any = _Call("scheduler_side")
-    set_weights_version: Any = _Call("scheduler_side")
-    set_xfer_handshake_metadata: Any = _Call("scheduler_side")
-    take_events: Any = _Call("scheduler_side")
-    update_connector_output: Any = _Call("scheduler_side")
-    update_state_after_alloc: Any = _Call("scheduler_side")
-    withdraw: Any = _Call("scheduler_side")
+    build_connector_meta: Any = _Call("scheduler_side", "build_connector_meta")
+    get_num_new_matched_tokens: Any = _Call("scheduler_side", "get_num_new_matched_tokens")
+    request_finished_all_groups: Any = _Call("scheduler_side", "request_finished_all_groups")
+    update_state_after_alloc: Any = _Call("scheduler_side", "update_state_after_alloc")
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -127,21 +107,10 @@ class Connector(KVConnectorBase_V1, SupportsHMA):
 
     # -- worker --
 
-    build_connector_worker_meta: Any = _Call("worker_side")
-    finish_forward: Any = _Call("worker_side")
-    get_block_ids_with_load_errors: Any = _Call("worker_side")
-    get_handshake_metadata: Any = _Call("worker_side")
-    get_kv_connector_kv_cache_events: Any = _Call("worker_side")
-    get_transfer_results: Any = _Call("worker_side")
-    handle_preemptions: Any = _Call("worker_side")
-    register_kv_caches: Any = _Call("worker_side")
-    reset_capture_state: Any = _Call("worker_side")
-    restore_kv_caches: Any = _Call("worker_side")
-    save_kv_layer: Any = _Call("worker_side")
-    start_load_kv: Any = _Call("worker_side")
-    unregister_kv_caches: Any = _Call("worker_side")
-    wait_for_layer_load: Any = _Call("worker_side")
-    wait_for_save: Any = _Call("worker_side")
+    save_kv_layer: Any = _Call("worker_side", "save_kv_layer")
+    start_load_kv: Any = _Call("worker_side", "start_load_kv")
+    wait_for_layer_load: Any = _Call("worker_side", "wait_for_layer_load")
+    wait_for_save: Any = _Call("worker_side", "wait_for_save")
 
     def bind_connector_metadata(self, metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(metadata)
@@ -154,3 +123,10 @@ class Connector(KVConnectorBase_V1, SupportsHMA):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         results = self.worker_side.get_transfer_results(finished_req_ids)
         return results.finished_sending, results.finished_recving
+
+
+# The calls that the class defines as a `_Call` itself are abstract in its base class.
+for _side, _protocol in (("scheduler_side", SchedulerSide), ("worker_side", WorkerSide)):
+    for _name in vars(_protocol).keys() - vars(Connector).keys():
+        if not _name.startswith("_"):
+            setattr(Connector, _name, _Call(_side, _name))

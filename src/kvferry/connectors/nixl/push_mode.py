@@ -11,7 +11,7 @@ docs/decisions/030-push.md.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -55,24 +55,39 @@ class PrefillStream:
     """The serial of the published ticket; 0 if nothing is published."""
     num_published: int = 0
     blocks: BlockIds = ()
-    """The block tables as published."""
-
-
-@dataclass(frozen=True, slots=True)
-class StreamAdvance:
-    """A stream of which the engine has computed more tokens than were published."""
-
-    stream: PrefillStream
-    num_tokens: int
-    blocks: tuple[tuple[int, ...], ...]
-    """Block tables of the whole prompt. Blocks not computed yet and blocks that the last token does
-    not attend to are holes.
+    """Block tables of the whole prompt, as published. They have `NO_BLOCK` for blocks that are not
+    computed yet and for blocks that the last token does not attend to.
     """
 
-    def new_blocks(self, block_size: int) -> tuple[tuple[int, ...], ...]:
-        """The blocks of each group that the last publication did not contain."""
-        first, end = self.stream.num_published // block_size, self.num_tokens // block_size
-        return tuple(table[first:end] for table in self.blocks)
+    @property
+    def has_lost_tokens(self) -> bool:
+        return (
+            self.request.status is RequestStatus.PREEMPTED
+            or self.request.num_computed_tokens < self.num_published
+        )
+
+    def has_lost_blocks(self, blocks: BlockIds) -> bool:
+        """Whether the engine no longer holds a published block. A request that was preempted and
+        resumed at once may have as many tokens as before, but in other blocks.
+        """
+        return any(
+            was not in (NO_BLOCK, now)
+            for before, after in zip(self.blocks, blocks, strict=True)
+            for was, now in zip_longest(before, after, fillvalue=NO_BLOCK)
+        )
+
+    def unpublished(self, blocks: BlockIds) -> BlockIds:
+        """The blocks that the engine holds at the end of the prefill leg and that were not
+        published.
+        """
+        return tuple(
+            tuple(
+                now
+                for was, now in zip_longest(before[: len(after)], after, fillvalue=NO_BLOCK)
+                if now not in (NO_BLOCK, was)
+            )
+            for before, after in zip(self.blocks, blocks, strict=True)
+        )
 
 
 @dataclass(slots=True)
@@ -108,93 +123,49 @@ class PrefillStreams:
         self._published.clear()
         return streams
 
-    def take_preempted(self, slices: Iterable[ScheduledSlice]) -> list[PrefillStream]:
-        """Remove and return the published streams whose blocks the engine has taken away.
-
-        A stream is lost if the request's token count has dropped or if this step's block tables
-        differ from the published tables. A lost stream may be published again.
+    def withdraw_lost(self, slices: Iterable[ScheduledSlice]) -> list[tuple[RequestId, int]]:
+        """Withdraw the streams whose blocks the engine has taken away: the token count of the
+        request has dropped, or this step's block tables differ from the published tables. Returns
+        their requests and serials. A withdrawn stream may be published again.
         """
-        tables = {
-            scheduled.request_id: scheduled
-            for scheduled in slices
-            if scheduled.request_id in self._published
-        }
-        lost = []
-        for request, stream in self._published.items():
-            scheduled = tables.get(request)
-            if _has_lost_tokens(stream) or (
-                scheduled is not None and self.has_lost_blocks(stream, scheduled.block_ids)
-            ):
-                lost.append(stream)
-        for stream in lost:
-            del self._published[RequestId(stream.request.request_id)]
+        tables = {scheduled.request_id: scheduled.block_ids for scheduled in slices}
+        lost = [
+            (request, stream.serial)
+            for request, stream in self._published.items()
+            if stream.has_lost_tokens
+            or (request in tables and stream.has_lost_blocks(tables[request]))
+        ]
+        for request, _ in lost:
+            stream = self._published.pop(request)
+            stream.serial = stream.num_published = 0
         return lost
 
-    def advances(self, slices: Iterable[ScheduledSlice]) -> list[StreamAdvance]:
-        """The blocks that earlier steps have filled, for each stream that this step continues."""
-        found = []
+    def advance(self, slices: Iterable[ScheduledSlice]) -> Iterator[tuple[PrefillStream, BlockIds]]:
+        """Publish the blocks that earlier steps have filled. Yields each stream that this step
+        continues and that has new blocks, with the new blocks of each group.
+        """
         for scheduled in slices:
             stream = self._streams.get(RequestId(scheduled.request_id))
             # Only full blocks: the last, partial block is still being written.
-            num_tokens = scheduled.num_written // self.block_size * self.block_size
+            end = scheduled.num_written // self.block_size
             if (
-                stream is not None
-                and num_tokens > stream.num_published
-                and scheduled.num_written < stream.request.num_prompt_tokens
+                stream is None
+                or end * self.block_size <= stream.num_published
+                or scheduled.num_written >= stream.request.num_prompt_tokens
             ):
-                found.append(
-                    StreamAdvance(
-                        stream,
-                        num_tokens,
-                        self._padded(
-                            scheduled.block_ids, num_tokens, stream.request.num_prompt_tokens
-                        ),
-                    )
-                )
-        return found
+                continue
+            first = stream.num_published // self.block_size
+            stream.num_published = end * self.block_size
+            stream.blocks = self._padded(scheduled.block_ids, end, stream.request.num_prompt_tokens)
+            self._published[RequestId(scheduled.request_id)] = stream
+            yield stream, tuple(table[first:end] for table in stream.blocks)
 
-    def note_published(self, advance: StreamAdvance, serial: int) -> None:
-        stream = advance.stream
-        stream.serial, stream.num_published, stream.blocks = (
-            serial,
-            advance.num_tokens,
-            advance.blocks,
-        )
-        self._published[RequestId(stream.request.request_id)] = stream
-
-    def has_lost_blocks(self, stream: PrefillStream, blocks: BlockIds) -> bool:
-        """Whether the engine no longer holds a published block. A request that was preempted and
-        resumed at once may have as many tokens as before, but in other blocks.
+    def _padded(self, tables: BlockIds, ready: int, num_prompt_tokens: int) -> BlockIds:
+        """The first `ready` blocks without those that the last token does not attend to: the engine
+        may free those blocks at any time, and a reader would not notice that the contents changed.
+        Without the states too, which change until the prefill leg ends.
         """
-        return any(
-            any(
-                was not in (NO_BLOCK, now)
-                for was, now in zip_longest(before, after, fillvalue=NO_BLOCK)
-            )
-            for before, after in zip(stream.blocks, blocks, strict=True)
-        )
-
-    def unpublished(self, stream: PrefillStream, blocks: BlockIds) -> tuple[tuple[int, ...], ...]:
-        """The blocks that the engine holds at the end of the prefill leg and that were not
-        published.
-        """
-        return tuple(
-            tuple(
-                now
-                for was, now in zip_longest(before[: len(after)], after, fillvalue=NO_BLOCK)
-                if now not in (NO_BLOCK, was)
-            )
-            for before, after in zip(stream.blocks, blocks, strict=True)
-        )
-
-    def _padded(
-        self, tables: BlockIds, num_tokens: int, num_prompt_tokens: int
-    ) -> tuple[tuple[int, ...], ...]:
-        """Replace the blocks that the last token does not attend to by holes: the engine may free
-        those blocks at any time, and a reader would not notice that the contents changed. The
-        states are holes too: they change until the prefill leg ends.
-        """
-        ready, total = num_tokens // self.block_size, -(-num_prompt_tokens // self.block_size)
+        total = -(-num_prompt_tokens // self.block_size)
         firsts = [
             ready
             if group.is_state
@@ -205,13 +176,6 @@ class PrefillStreams:
             (*[NO_BLOCK] * first, *table[first:ready], *[NO_BLOCK] * (total - ready))
             for first, table in zip(firsts, tables, strict=True)
         )
-
-
-def _has_lost_tokens(stream: PrefillStream) -> bool:
-    return (
-        stream.request.status is RequestStatus.PREEMPTED
-        or stream.request.num_computed_tokens < stream.num_published
-    )
 
 
 # -- push mode --
@@ -373,29 +337,20 @@ class PushMode(PullMode):
         """Withdraw the streams whose blocks the engine has taken away, and publish the blocks that
         earlier steps have filled.
         """
-        slices = tuple(slices)
+        context, slices = self._context, tuple(slices)
         # Withdraw before publishing: a resumed request may already have new blocks in this step.
-        for stream in self._streams.take_preempted(slices):
-            withdraw = WithdrawStream(RequestId(stream.request.request_id), stream.serial)
-            self._context.commands.append(withdraw)
-            stream.serial = stream.num_published = 0
-        for advance in self._streams.advances(slices):
-            self._publish(advance)
-
-    def _publish(self, advance: StreamAdvance) -> None:
-        context, stream = self._context, advance.stream
-        request_id = RequestId(stream.request.request_id)
-        serial = stream.serial
-        if not serial:
-            serial = context.next_serial()
-            context.commands.append(OpenStream(request_id, serial))
-        ticket = context.ticket(stream.request, serial, advance.blocks, stream.tokens)
-        copied = context.blocks_to_copy(advance.new_blocks(self._cache.block_size))
-        text = context.key.sign(ticket)
-        context.commands.append(
-            PublishTicket(request_id, stream.match_id, text, advance.num_tokens, copied)
-        )
-        self._streams.note_published(advance, serial)
+        for request, serial in self._streams.withdraw_lost(slices):
+            context.commands.append(WithdrawStream(request, serial))
+        for stream, new_blocks in self._streams.advance(slices):
+            request = RequestId(stream.request.request_id)
+            if not stream.serial:
+                stream.serial = context.next_serial()
+                context.commands.append(OpenStream(request, stream.serial))
+            ticket = context.ticket(stream.request, stream.serial, stream.blocks, stream.tokens)
+            text, copied = context.key.sign(ticket), context.blocks_to_copy(new_blocks)
+            context.commands.append(
+                PublishTicket(request, stream.match_id, text, stream.num_published, copied)
+            )
 
     def grant_lease(self, request: RequestId, blocks: BlockIds) -> int:
         stream = self._streams.get(request)
@@ -403,10 +358,10 @@ class PushMode(PullMode):
             return super().grant_lease(request, blocks)
         # Preempted and resumed since the last publication: the published blocks may hold
         # other KV by now.
-        if self._streams.has_lost_blocks(stream, blocks):
+        if stream.has_lost_blocks(blocks):
             self._context.commands.append(WithdrawStream(request, stream.serial))
             return super().grant_lease(request, blocks)
-        copied = self._context.blocks_to_copy(self._streams.unpublished(stream, blocks))
+        copied = self._context.blocks_to_copy(stream.unpublished(blocks))
         self._context.commands.append(CloseStream(request, copied))
         return stream.serial
 
