@@ -6,8 +6,9 @@ connector brings its own subclasses.
 """
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 COUNTERS: Mapping[str, str] = {
     "transfers": "Transfers that succeeded.",
@@ -107,6 +108,14 @@ class KVConnectorStats:
 
     def is_empty(self) -> bool:
         return not self.data
+
+    def drain(self) -> Self | None:
+        """Return the numbers as another object, and reset this one; None if there are none."""
+        if self.is_empty():
+            return None
+        drained = copy(self)
+        self.reset()
+        return drained
 
     def to_dict(self) -> dict[str, Any]:
         return dict(self.data)

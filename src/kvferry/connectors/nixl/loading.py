@@ -219,12 +219,7 @@ class PeerLoads:
         if offer is None:
             return
         if num_external_tokens == 0:
-            # The producer waits for a reader of each ticket: `PrepareLoad` then `SkipLoad` ends the
-            # lease early.
-            if offer.unchecked_ticket:
-                self._context.commands.append(PrepareLoad(request_id, offer.unchecked_ticket))
-            if offer.refusal is None:
-                self._context.commands.append(SkipLoad(request_id))
+            self._give_up(request_id, offer)
             if offer.is_optional:
                 self._context.stats.count("reuse_skipped_few_tokens")
             return
@@ -232,31 +227,42 @@ class PeerLoads:
         self._num_loading[offer.ticket] += 1
         if offer.is_optional:
             self._started_optional.append(request_id)
+        command = self._start(request_id, offer, blocks, num_external_tokens)
+        self._context.commands.append(command)
+
+    def _give_up(self, request: RequestId, offer: LoadOffer) -> None:
+        """Let the producer free the blocks of an offer that is not used."""
+        if offer.unchecked_ticket:
+            self._context.return_ticket(request, offer.unchecked_ticket)
+        elif offer.refusal is None:
+            self._context.commands.append(SkipLoad(request))
+
+    def _start(
+        self, request: RequestId, offer: LoadOffer, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> StartLoad | RejectLoad:
         if offer.refusal is not None:
-            self._context.commands.append(RejectLoad(request_id, offer.refusal))
-            return
-        first = offer.num_local_tokens
+            return RejectLoad(request, offer.refusal)
+        cache, first = self._context.cache, offer.num_local_tokens
         if first is None:
             first = offer.num_tokens - num_external_tokens
         # An engine may take fewer tokens than offered, but never other tokens.
         end = min(first + num_external_tokens, offer.num_tokens)
-        table = tuple(map(tuple, self._context.cache.block_lists(blocks.get_block_ids(), end)))
-        if self._context.cache.has_states and end != offer.num_tokens:
-            reason = (
+        table = tuple(map(tuple, cache.block_lists(blocks.get_block_ids(), end)))
+        if cache.has_states and end != offer.num_tokens:
+            return RejectLoad(
+                request,
                 f"this engine asked for the KV of {end} tokens, but the states that the prefill "
-                f"side holds are those after {offer.num_tokens} tokens"
+                f"side holds are those after {offer.num_tokens} tokens",
             )
-            self._context.commands.append(RejectLoad(request_id, reason))
-            return
         if any(
             group.is_state and blocks_of[-1] == NO_BLOCK
-            for group, blocks_of in zip(self._context.cache.groups, table, strict=True)
+            for group, blocks_of in zip(cache.groups, table, strict=True)
         ):
-            reason = f"this engine has no block for the states after {end} tokens"
-            self._context.commands.append(RejectLoad(request_id, reason))
-            return
-        needed_from = tuple(group.first_visible_token(end) for group in self._context.cache.groups)
-        self._context.commands.append(StartLoad(request_id, table, first, end, needed_from))
+            return RejectLoad(
+                request, f"this engine has no block for the states after {end} tokens"
+            )
+        needed_from = tuple(group.first_visible_token(end) for group in cache.groups)
+        return StartLoad(request, table, first, end, needed_from)
 
     def take_results(self, output: KVConnectorOutput) -> None:
         """End the loads that have ended on every rank."""
@@ -292,9 +298,7 @@ class PeerLoads:
         offers = {request: offer for request, offer in self._offers.items() if not offer.refusal}
         for request, offer in offers.items():
             del self._offers[request]
-            if offer.unchecked_ticket:
-                self._context.commands.append(PrepareLoad(request, offer.unchecked_ticket))
-            self._context.commands.append(SkipLoad(request))
+            self._give_up(request, offer)
             if not offer.is_optional:
                 self._refuse_load(request, _WEIGHTS_CHANGED, offer.leg_id)
         # If a load ends before the command arrives, the engine computes the request.

@@ -394,8 +394,7 @@ class NixlConnectorScheduler(SchedulerSide):
             dropped := self._context.side_channel.take_num_dropped()
         ):
             self._context.stats.count("dropped_messages", dropped)
-        stats, self._context.stats = self._context.stats, TransferStats()
-        return None if stats.is_empty() else stats
+        return self._context.stats.drain()
 
 
 def _no_wakeup() -> None:

@@ -212,8 +212,7 @@ class NixlConnectorWorker(WorkerSide):
             self._stats.set_level("num_peers", reporter, held.peers)
             self._stats.set_level("num_registrations", reporter, held.registrations)
             self._reported = held
-        stats, self._stats = self._stats, TransferStats()
-        return None if stats.is_empty() else stats
+        return self._stats.drain()
 
     def snapshot(self) -> TransferWorkerSnapshot:
         return self._thread.snapshot() if self._thread is not None else TransferWorkerSnapshot()
