@@ -19,8 +19,6 @@ EngineId = NewType("EngineId", str)
 Epoch = NewType("Epoch", str)
 """Random id of one incarnation of an engine. Another epoch at the same address means a restart."""
 
-BlockId = NewType("BlockId", int)
-
 BlockIds = Sequence[Sequence[int]]
 """Block ids of each KV-cache group, from token 0."""
 

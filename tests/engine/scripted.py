@@ -222,10 +222,14 @@ class Rig:
         self.scheduler.abort(request_id)
         self._remember_lent()
 
+    @property
+    def is_at_rest(self) -> bool:
+        return not self.scheduler.wants_step and self.news == KVConnectorOutput()
+
     def run(self, max_steps: int = 500) -> None:
         """Step until the scheduler wants no step and the connector has no news."""
         for _ in range(max_steps):
-            if not self.scheduler.wants_step and self.news.is_empty:
+            if self.is_at_rest:
                 return
             self.step()
         raise AssertionError("the scheduler does not come to rest")

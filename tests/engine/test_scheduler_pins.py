@@ -177,7 +177,7 @@ class PinnedLife(EngineIncarnation):
                 self.rig.end_load(name)
             for name in [name for name in self.rig.lent if not self.is_kept(name)]:
                 self.rig.end_sending(name)
-            if not self.rig.scheduler.wants_step and self.rig.news.is_empty:
+            if self.rig.is_at_rest:
                 break
         status = self.rig.scheduler.status()
         assert (status.num_running, status.num_waiting, status.num_waiting_for_remote_kvs) == (

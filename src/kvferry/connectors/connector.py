@@ -3,7 +3,6 @@
 For the embedded engine and for authors of other engines. An instance has the side of its role.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from kvferry.connectors.contract import (
@@ -18,7 +17,7 @@ from kvferry.connectors.contract import (
     SupportsHMA,
     WorkerSide,
 )
-from kvferry.connectors.stats import KVConnectorStats
+from kvferry.connectors.sides import Side
 from kvferry.errors import LocalProtocolError
 
 
@@ -49,45 +48,30 @@ class Connector(KVConnectorBase_V1, SupportsHMA):
         self.description = description
         self.provides_dummy_kv = description.provides_dummy_kv
         is_scheduler = role is KVConnectorRole.SCHEDULER
-        self._scheduler_side = (
-            description.make_scheduler(config, kv_cache_config) if is_scheduler else None
-        )
-        self._worker_side = (
-            None if is_scheduler else description.make_worker(config, kv_cache_config)
-        )
+        make = description.make_scheduler if is_scheduler else description.make_worker
+        self._side: Any = make(config, kv_cache_config)
+
+    def _side_for(self, role: KVConnectorRole) -> Any:
+        if role is not self._role:
+            raise LocalProtocolError(
+                f"a connector of {self._role} got a call for the connector of {role}; create that "
+                f"one with {role}"
+            )
+        return self._side
 
     @property
     def scheduler_side(self) -> SchedulerSide:
-        if self._scheduler_side is None:
-            raise LocalProtocolError(
-                "a worker's connector got a call for the scheduler's connector; create that one "
-                "with KVConnectorRole.SCHEDULER"
-            )
-        return self._scheduler_side
+        side: SchedulerSide = self._side_for(KVConnectorRole.SCHEDULER)
+        return side
 
     @property
     def worker_side(self) -> WorkerSide:
-        if self._worker_side is None:
-            raise LocalProtocolError(
-                "the scheduler's connector got a call for a worker's connector; create that one "
-                "with KVConnectorRole.WORKER"
-            )
-        return self._worker_side
-
-    # -- both roles --
-
-    def shutdown(self) -> None:
-        (self._scheduler_side or self.worker_side).shutdown()
-
-    def set_wakeup(self, wake: Callable[[], None]) -> None:
-        (self._scheduler_side or self.worker_side).set_wakeup(wake)
+        side: WorkerSide = self._side_for(KVConnectorRole.WORKER)
+        return side
 
     @property
     def needs_polling(self) -> bool:
         return self.description.needs_polling
-
-    def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        return (self._scheduler_side or self.worker_side).get_kv_connector_stats()
 
     # -- scheduler --
 
@@ -126,7 +110,11 @@ class Connector(KVConnectorBase_V1, SupportsHMA):
 
 
 # The calls that the class defines as a `_Call` itself are abstract in its base class.
-for _side, _protocol in (("scheduler_side", SchedulerSide), ("worker_side", WorkerSide)):
-    for _name in vars(_protocol).keys() - vars(Connector).keys():
+for _side, _calls in (
+    ("_side", Side),
+    ("scheduler_side", SchedulerSide),
+    ("worker_side", WorkerSide),
+):
+    for _name in vars(_calls).keys() - vars(Connector).keys():
         if not _name.startswith("_"):
             setattr(Connector, _name, _Call(_side, _name))

@@ -337,17 +337,3 @@ class KVConnectorOutput(KVConnectorTransferResults):
     kv_cache_events: Any = None
     kv_connector_worker_meta: KVConnectorWorkerMetadata | None = None
     expected_finished_count: int = 0
-
-    @property
-    def is_empty(self) -> bool:
-        return not (
-            self.finished_sending
-            or self.finished_recving
-            or self.failed_recving
-            or self.given_up_recving
-            or self.invalid_block_ids
-            or self.kv_connector_stats
-            or self.kv_cache_events
-            or self.kv_connector_worker_meta
-            or self.expected_finished_count
-        )

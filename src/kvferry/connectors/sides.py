@@ -42,7 +42,7 @@ BlockTables = tuple[list[int], ...]
 """The blocks of a request in each KV-cache group."""
 
 
-class _Side(Protocol):
+class Side(Protocol):
     """The calls that both sides have."""
 
     def set_wakeup(self, wake: Callable[[], None]) -> None:
@@ -60,7 +60,7 @@ class _Side(Protocol):
         return None
 
 
-class SchedulerSide(_Side, Protocol):
+class SchedulerSide(Side, Protocol):
     """A connector in the process that schedules, on the engine's main thread. No call may block."""
 
     # -- requests --
@@ -191,7 +191,7 @@ class SchedulerSide(_Side, Protocol):
         return ()
 
 
-class WorkerSide(_Side, Protocol):
+class WorkerSide(Side, Protocol):
     """A connector in the process of one tensor-parallel rank, on the rank's main thread."""
 
     def register_kv_caches(self, kv_caches: Mapping[str, KVTensor]) -> None:

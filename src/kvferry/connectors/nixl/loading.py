@@ -134,17 +134,15 @@ class PeerLoads:
         matched = self._usable(ticket, _shared_tokens(ticket, request), request.num_prompt_tokens)
         min_tokens = max(1, self._context.extra.kv_recompute_threshold)
         if not (self._context.extra.bidirectional_kv_xfer and self._context.is_consumer):
-            self._skip_reuse(
-                request_id,
-                "off",
+            why = "off"
+            reason = (
                 "this engine does not load retained turns; set bidirectional_kv_xfer, and kv_role "
-                "kv_both",
+                "kv_both"
             )
         elif matched < min_tokens:
-            self._skip_reuse(
-                request_id,
-                "few_tokens" if matched else "other_tokens",
-                f"{matched} tokens of the prompt can be loaded from it, fewer than {min_tokens}",
+            why = "few_tokens" if matched else "other_tokens"
+            reason = (
+                f"{matched} tokens of the prompt can be loaded from it, fewer than {min_tokens}"
             )
         else:
             self._offers[request_id] = LoadOffer(
@@ -155,7 +153,7 @@ class PeerLoads:
                 unchecked_ticket=str(text),
             )
             return
-        # The ticket is not used: let the retaining engine free the blocks now.
+        self._skip_reuse(request_id, why, reason)
         self._context.return_ticket(request_id, text)
 
     def _open(self, request: RequestId, text: object) -> Ticket | _UnusableTicket:

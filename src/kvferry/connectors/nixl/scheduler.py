@@ -233,7 +233,7 @@ class NixlConnectorScheduler(SchedulerSide):
         if isinstance(role, PrefillForPeer):
             self._mode.finish_prefill_leg(request, role, params)
         elif params is None and isinstance(role, LoadFromPeer | NoTransfer):
-            self._publish_turn(EndedTurn(role.retention.turn_id))
+            self._publish_turn(EndedTurn(role.turn_id or ""))
         return params is not None, params
 
     def _hold_blocks(
@@ -247,15 +247,12 @@ class NixlConnectorScheduler(SchedulerSide):
             RequestStatus.FINISHED_STOPPED,
             RequestStatus.FINISHED_LENGTH_CAPPED,
         )
-        is_turn = (
-            isinstance(role, LoadFromPeer | NoTransfer)
-            and role.retention.is_retained
-            and self._retains_turns
-            and request.family is None
-        )
+        turn_id = role.turn_id if isinstance(role, LoadFromPeer | NoTransfer) else None
+        retains_turns = self._context.extra.bidirectional_kv_xfer and self._context.is_producer
+        is_turn = turn_id is not None and retains_turns and request.family is None
         if not is_whole or not (is_turn or isinstance(role, PrefillForPeer)):
             return None
-        num_tokens = request.num_computed_tokens
+        num_tokens, salt = request.num_computed_tokens, request.cache_salt
         if len(request_id) > MAX_TICKET_NAME_CHARS:
             _log.warning(
                 "no ticket issued: the request id is longer than %d characters request=%.80s…",
@@ -268,18 +265,16 @@ class NixlConnectorScheduler(SchedulerSide):
             or self._context.address is None
             or request_id in self._outdated
             or not self._context.is_producer
+            or salt is None
         ):
-            return None
-        salt = request.cache_salt
-        if salt is None:
             return None
         held = self._context.cache.block_lists(block_ids, num_tokens)
         all_tokens = request.all_token_ids[:num_tokens]
         num_held = sum(block != NO_BLOCK for group in held for block in group)
-        if isinstance(role, LoadFromPeer | NoTransfer):
+        if turn_id is not None:
             tokens = fingerprint(all_tokens, self._context.cache.block_size, salt, MAX_CHAIN_POINTS)
-            params = self._retain(request, held, tokens, role.retention.turn_id)
-            self._retained.retain(request_id, num_held, role.retention.turn_id)
+            params = self._retain(request, held, tokens, turn_id)
+            self._retained.retain(request_id, num_held, turn_id)
         else:
             tokens = fingerprint(all_tokens, self._context.cache.block_size, salt)
             serial = self._mode.grant_lease(request_id, held)
@@ -289,10 +284,6 @@ class NixlConnectorScheduler(SchedulerSide):
             self._publish_leg(request, ticket)
         self._report_held_blocks()
         return params
-
-    @property
-    def _retains_turns(self) -> bool:
-        return self._context.extra.bidirectional_kv_xfer and self._context.is_producer
 
     def _retain(
         self, request: Request, blocks: tuple[list[int], ...], tokens: Fingerprint, turn_id: str

@@ -199,7 +199,7 @@ class NixlConnectorWorker(WorkerSide):
     def build_connector_worker_meta(self) -> NixlWorkerMetadata | None:
         """The reports for the scheduler that `get_transfer_results` has collected."""
         worker_metadata, self._worker_metadata = self._worker_metadata, NixlWorkerMetadata()
-        return None if worker_metadata.is_empty else worker_metadata
+        return None if worker_metadata == NixlWorkerMetadata() else worker_metadata
 
     def get_kv_connector_stats(self) -> TransferStats | None:
         # Levels are reported only when they change, so that a step without transfers reports no
