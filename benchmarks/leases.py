@@ -34,7 +34,6 @@ from kvferry.connectors.contract import (
     ModelIdentity,
     ParallelConfig,
     RequestStatus,
-    SupportsHMA,
 )
 from kvferry.connectors.factory import KVConnectorFactory
 from kvferry.connectors.stats import merge_stats
@@ -178,7 +177,6 @@ class LeaseBenchEngine:
 
     def issue(self, count: int) -> list[dict[str, Any]]:
         """On P: finish `count` prefills; return the parameters for D."""
-        assert isinstance(self.scheduler, SupportsHMA)
         issued = []
         for number in range(count):
             request = _Request(

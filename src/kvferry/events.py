@@ -83,10 +83,7 @@ class RetainedBlocksFetched:
 
 @dataclass(frozen=True, slots=True)
 class EvictionDeferred:
-    """The engine wants to evict a retained turn that a reader still reads.
-
-    `LeaseEnded` follows when the reader has detached.
-    """
+    """A reader still reads a retained turn that is to be evicted; `LeaseEnded` follows."""
 
     request: RequestId
 

@@ -4,6 +4,7 @@ Pure: no behaviour beyond construction, comparison and derived sizes.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
@@ -18,7 +19,8 @@ EngineId = NewType("EngineId", str)
 Epoch = NewType("Epoch", str)
 """Random id of one incarnation of an engine. Another epoch at the same address means a restart."""
 
-BlockId = NewType("BlockId", int)
+BlockIds = Sequence[Sequence[int]]
+"""Block ids of each KV-cache group, from token 0."""
 
 
 class KVLayout(StrEnum):

@@ -44,7 +44,7 @@ from kvferry.connectors.offloading.metadata import (
     EndStores,
     OffloadingWorkerMetadata,
 )
-from kvferry.protocol.tickets import HOLE
+from kvferry.protocol.tickets import NO_BLOCK
 from kvferry.tiers.commands import OffloadCommand
 from kvferry.tiers.keys import KeyChain
 from kvferry.transports.memory import MemoryNetwork
@@ -174,7 +174,7 @@ class Side:
             for layer, values in memory.items():
                 table = self.table_of(layer, tables)
                 for index, block in enumerate(table):
-                    if block != HOLE:
+                    if block != NO_BLOCK:
                         values[block] = kv_of(tokens, index, layer, rank)
 
     def has(self, tokens: Sequence[int], index: int, *tables: Sequence[int]) -> bool:
@@ -183,7 +183,7 @@ class Side:
             bool((values[block] == kv_of(tokens, index, layer, rank)).all())
             for rank, memory in enumerate(self.memory)
             for layer, values in memory.items()
-            if (block := self.table_of(layer, tables)[index]) != HOLE
+            if (block := self.table_of(layer, tables)[index]) != NO_BLOCK
         )
 
     def table_of(self, layer: str, tables: Sequence[Sequence[int]]) -> Sequence[int]:

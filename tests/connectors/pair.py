@@ -22,7 +22,6 @@ from kvferry.connectors.contract import (
     ModelIdentity,
     ParallelConfig,
     RequestStatus,
-    SupportsHMA,
 )
 from kvferry.connectors.factory import KVConnectorFactory
 from kvferry.testing.local import LocalMemory
@@ -237,6 +236,7 @@ class EngineSide:
             assert not getattr(self.seen, name) & getattr(output, name), "reported twice"
             getattr(self.seen, name).update(getattr(output, name))
         self.seen.failure_reasons.update(news.failure_reasons)
+        self.seen.optional_failures |= news.optional_failures
         self.seen.given_up_recving.update(news.given_up_recving)
 
     def prefill(self, request: EngineRequest, *blocks: list[int]) -> dict[str, Any]:
@@ -246,7 +246,6 @@ class EngineSide:
         request.status = RequestStatus.FINISHED_LENGTH_CAPPED
         request.num_computed_tokens = request.num_prompt_tokens
         request.kv_transfer_params = request.kv_transfer_params or {"do_remote_decode": True}
-        assert isinstance(self.scheduler, SupportsHMA)
         is_delayed, params = self.scheduler.request_finished_all_groups(request, blocks)
         assert is_delayed
         assert params is not None

@@ -20,7 +20,7 @@ from kvferry.connectors.contract import (
 )
 from kvferry.connectors.factory import KVConnectorFactory
 from kvferry.errors import ConfigError
-from kvferry.protocol.tickets import HOLE
+from kvferry.protocol.tickets import NO_BLOCK
 from kvferry.transports.memory import MemoryNetwork
 
 TOKENS = list(range(100, 118))
@@ -74,7 +74,7 @@ class Side:
 
 def test_all_tokens_but_the_last_are_filled_in_every_group() -> None:
     side = Side()
-    assert side.load([3, 4, 5, 6, 7], [HOLE, HOLE, 12, 13, 14]) == 17
+    assert side.load([3, 4, 5, 6, 7], [NO_BLOCK, NO_BLOCK, 12, 13, 14]) == 17
     assert side.filled("full") == {3, 4, 5, 6, 7}
     assert side.filled("window") == {12, 13, 14}
     assert set(side.memory["full"][3].flatten().tolist()) == {torch.tensor(0.015).item()}

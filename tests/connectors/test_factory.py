@@ -5,18 +5,21 @@ with a clear error.
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from tests.engine.scripted import ScriptedConnector
+from tests.connectors.pair import EngineRequest
 
 from kvferry.config import KVTransferConfig, SideChannelConfig
 from kvferry.connectors.contract import (
     ConnectorConfig,
     KVCacheConfig,
     KVCacheGroup,
+    KVConnectorBase_V1,
     KVConnectorRole,
     ModelIdentity,
     ParallelConfig,
+    Request,
     supports_hma,
 )
 from kvferry.connectors.factory import KVConnectorFactory
@@ -95,14 +98,16 @@ def test_several_groups_need_a_connector_that_takes_them() -> None:
         8, 4, (KVCacheGroup(("a",)), KVCacheGroup(("b",))), "HND", 1, 8, "float32"
     )
     assert NixlConnector.supports_hma
-    assert not supports_hma(ScriptedConnector)
-    one_group = connector_config("ScriptedConnector", "tests.engine.scripted")
+    assert not supports_hma(OneGroup)
+    one_group = connector_config("OneGroup", __name__)
     with pytest.raises(ConfigError, match="several KV-cache groups"):
         KVConnectorFactory.create_connector(one_group, KVConnectorRole.SCHEDULER, cache)
     made = KVConnectorFactory.create_connector(
         one_group, KVConnectorRole.SCHEDULER, replace(cache, groups=cache.groups[:1])
     )
-    assert isinstance(made, ScriptedConnector)
+    assert isinstance(made, OneGroup)
+    request = EngineRequest("r", [1, 2])
+    assert made.request_finished_all_groups(request, ([3, 4],)) == (True, {"blocks": [3, 4]})
 
 
 def test_a_call_for_the_other_role_says_which_connector_to_create() -> None:
@@ -119,7 +124,24 @@ def test_a_call_for_the_other_role_says_which_connector_to_create() -> None:
         made[KVConnectorRole.WORKER].has_pending_block_frees()
 
 
-class TwoArguments(ScriptedConnector):
+class OneGroup(KVConnectorBase_V1):
+    """A connector of another package that supports one KV-cache group."""
+
+    get_num_new_matched_tokens: Any = None
+    update_state_after_alloc: Any = None
+    build_connector_meta: Any = None
+    start_load_kv: Any = None
+    wait_for_layer_load: Any = None
+    save_kv_layer: Any = None
+    wait_for_save: Any = None
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return True, {"blocks": block_ids}
+
+
+class TwoArguments(OneGroup):
     def __init__(self, config: object, role: object) -> None:
         raise NotImplementedError
 

@@ -14,7 +14,7 @@ from kvferry.connectors.contract import KVCacheGroup, RequestStatus
 from kvferry.connectors.geometry import host_buffer_bytes, host_buffer_regions
 from kvferry.connectors.nixl.metadata import NixlHandshakeMetadata
 from kvferry.protocol import messages as codec
-from kvferry.protocol.tickets import HOLE
+from kvferry.protocol.tickets import NO_BLOCK
 from kvferry.transports.memory import MemoryNetwork
 from kvferry.types import MemoryKind, Region
 
@@ -119,11 +119,15 @@ def test_holes_of_a_window_are_not_copied(network: MemoryNetwork) -> None:
         p.fill([5, 6, 7], seed=1)
         tokens = list(range(100, 112))
         request = EngineRequest(
-            "r", [*tokens, 1], p.prefill(EngineRequest("a", tokens), [5, 6, 7], [HOLE, HOLE, 7])
+            "r",
+            [*tokens, 1],
+            p.prefill(EngineRequest("a", tokens), [5, 6, 7], [NO_BLOCK, NO_BLOCK, 7]),
         )
         d.scheduler.on_new_request(request)
         assert d.scheduler.get_num_new_matched_tokens(request, 0) == (12, True)
-        d.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3], [HOLE, HOLE, 4])), 12)
+        d.scheduler.update_state_after_alloc(
+            request, Blocks(([1, 2, 3], [NO_BLOCK, NO_BLOCK, 4])), 12
+        )
         step_until(lambda: "r" in d.seen.finished_recving and "a" in p.seen.finished_sending, p, d)
         assert d.seen.failure_reasons == {}
         assert (d.memory["layer.0"][[1, 2, 3]] == p.memory["layer.0"][[5, 6, 7]]).all()

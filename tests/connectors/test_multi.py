@@ -18,7 +18,11 @@ from tests.connectors.pair import (
 )
 from tests.connectors.store_connector import DUMMY, STORES, Store, StoreStats, child
 
-from kvferry.connectors.contract import KVConnectorTransferResults, RequestStatus
+from kvferry.connectors.contract import (
+    KVConnectorOutput,
+    KVConnectorTransferResults,
+    RequestStatus,
+)
 from kvferry.connectors.multi.stats import MultiStats
 from kvferry.engine.transfer_log import ConnectorTotals
 from kvferry.errors import ConfigError
@@ -215,7 +219,7 @@ def test_only_the_failure_of_a_required_part_follows_the_policy(
         d.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3, 4, 10],)), 18)
         step_until(lambda: "r" in d.seen.finished_recving, p, d)
         assert d.seen.failed_recving == {"r"}
-        assert d.scheduler.is_load_optional("r") == is_optional
+        assert ("r" in d.seen.optional_failures) == is_optional
         assert ("StoreConnector" in d.seen.failure_reasons["r"]) == store.fails_loads
         # A request whose load failed is computed: it must not fail for ever.
         store.fails_loads = False
@@ -424,7 +428,7 @@ def serve(sides: Sides, name: str, params: Any) -> None:
         d.scheduler.get_external_cache_hit_sources(request, num_tokens)
         step_until(lambda: name in d.seen.finished_recving, sides.p, d)
         if name in d.seen.failed_recving:
-            assert d.scheduler.is_load_optional(name)
+            assert name in d.seen.optional_failures
     d.scheduler.update_state_after_alloc(request, Blocks((table,)), 0)
     full_step(d)
     is_delayed, _ = sides.finish(request, table)
@@ -564,7 +568,7 @@ def test_what_a_disabled_child_still_owes_is_settled(
         assert (d.seen.finished_recving, "s" in d.seen.finished_sending) == (set(), False)
         store.raising = {call}
         step_until(lambda: "r" in d.seen.failed_recving and "s" in d.seen.finished_sending, p, d)
-        assert d.scheduler.is_load_optional("r")
+        assert d.seen.optional_failures == {"r"}
         assert "StoreConnector failed in" in d.seen.failure_reasons["r"]
         sides.finish(loading, [], RequestStatus.FINISHED_ABORTED, 0)
 
@@ -609,11 +613,14 @@ def test_blocks_that_a_failed_child_did_not_fill_within_a_step_are_invalid(
         store.raising = {"start_load_kv"}
         store.calls.clear()
         full_step(d)
-        assert d.worker.get_block_ids_with_load_errors() == {1, 2, 3, 4}
+        report = KVConnectorOutput()
+        report.invalid_block_ids = d.worker.get_block_ids_with_load_errors()
+        assert report.invalid_block_ids == {1, 2, 3, 4}
         assert d.worker.get_block_ids_with_load_errors() == set()
         # What the forward pass computed from these blocks is saved nowhere.
         assert "save_kv_layer" not in store.calls
-        assert d.scheduler.is_load_optional("r")
+        d.scheduler.update_connector_output(report)
+        assert report.optional_failures == {"r"}
         sides.finish(request, [], RequestStatus.FINISHED_ABORTED, 0)
 
 

@@ -18,7 +18,7 @@ from kvferry.connectors.offloading.events import (
     HashedBlocks,
     KVEventLog,
 )
-from kvferry.protocol.tickets import HOLE
+from kvferry.protocol.tickets import NO_BLOCK
 from kvferry.tiers.base import EntryKey
 from kvferry.tiers.commands import ContentsChanged
 from kvferry.tiers.jobs.contents import TierContents
@@ -338,7 +338,7 @@ def test_events_name_blocks_of_an_earlier_engine_once_a_request_has_used_them(
 
 def test_each_group_has_events_of_its_own(start: Start) -> None:
     side = start(groups=(FULL, WINDOW), publishes_events=True)
-    side.run("a", TOKENS, [1, 2, 3, 4, 5], [HOLE, HOLE, 6, 7, 8])
+    side.run("a", TOKENS, [1, 2, 3, 4, 5], [NO_BLOCK, NO_BLOCK, 6, 7, 8])
     window = known("cpu", TOKENS, 4, group=1) - known("cpu", TOKENS, 2, group=1)
     side.step_until(lambda: side.reader.known == known("cpu", TOKENS, 4) | window)
 

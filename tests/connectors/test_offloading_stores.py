@@ -9,7 +9,7 @@ from tests.connectors.pair import Blocks, Slice
 from kvferry.connectors.contract import KVCacheGroup
 from kvferry.connectors.offloading.metadata import EndStores
 from kvferry.errors import ConfigError
-from kvferry.protocol.tickets import HOLE
+from kvferry.protocol.tickets import NO_BLOCK
 from kvferry.tiers.commands import VoidStores
 
 # -- blocks --
@@ -89,7 +89,7 @@ def test_a_window_that_moves_on_during_a_copy_makes_the_store_void(start: Start)
     side.step(Slice("a", 18, TABLES))
     for _ in range(20):
         side.step(Slice("a", 19, TABLES))
-    moved = (TABLES[0], (HOLE, HOLE, 23, 24, 25))
+    moved = (TABLES[0], (NO_BLOCK, NO_BLOCK, 23, 24, 25))
     side.step(Slice("a", 22, moved))
     (void,) = side.commands_of(VoidStores)
     assert len(void.keys) == 2
@@ -106,9 +106,10 @@ def test_a_window_that_moves_on_during_a_copy_makes_the_store_void(start: Start)
 def check_windows(side: Side) -> None:
     request = side.arrive("check", TOKENS)
     assert side.ask(request) == 16
-    side.load(request, 16, [11, 12, 13, 14], [HOLE, HOLE, 16, 17])
+    side.load(request, 16, [11, 12, 13, 14], [NO_BLOCK, NO_BLOCK, 16, 17])
     assert all(
-        side.has(TOKENS, index, [11, 12, 13, 14], [HOLE, HOLE, 16, 17]) for index in range(4)
+        side.has(TOKENS, index, [11, 12, 13, 14], [NO_BLOCK, NO_BLOCK, 16, 17])
+        for index in range(4)
     )
     shorter = side.arrive("shorter", TOKENS[:9])
     assert side.ask(shorter) == 0
@@ -135,7 +136,7 @@ def test_with_a_window_the_last_token_is_left_out(start: Start) -> None:
     assert side.ask(side.arrive("b", prompt)) == 15
     # Of another prompt, the blocks that only the last token sees have left the window.
     other = [*range(16)]
-    side.run("c", other, [1, 2, 3, 4], [HOLE, HOLE, HOLE, 24])
+    side.run("c", other, [1, 2, 3, 4], [NO_BLOCK, NO_BLOCK, NO_BLOCK, 24])
     assert side.ask(side.arrive("d", other)) == 0
     assert side.ask(side.arrive("e", [*other, 1])) == 16
 

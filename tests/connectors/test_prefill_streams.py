@@ -5,9 +5,9 @@ detects when a prefill has lost its blocks.
 from tests.connectors.pair import EngineRequest, Slice
 
 from kvferry.connectors.contract import KVCacheGroup, RequestStatus
-from kvferry.connectors.nixl.push_mode import PrefillStream, PrefillStreams
-from kvferry.protocol.tickets import HOLE
-from kvferry.types import RequestId
+from kvferry.connectors.nixl.push_mode import PrefillStreams
+from kvferry.protocol.tickets import NO_BLOCK
+from kvferry.types import BlockIds, RequestId
 
 R = RequestId("r")
 
@@ -15,11 +15,11 @@ R = RequestId("r")
 FULL, WINDOW = KVCacheGroup(("f",)), KVCacheGroup(("w",), sliding_window=4)
 
 
-def preempted(streams: PrefillStreams, *tables: tuple[int, ...]) -> list[PrefillStream]:
-    """Return the streams that are found lost in a step that continues the request with these block
-    tables, or, without tables, in a step that does not schedule it.
+def is_lost(streams: PrefillStreams, *tables: tuple[int, ...]) -> bool:
+    """Whether the stream is withdrawn in a step that continues the request with these block tables,
+    or, without tables, in a step that does not schedule it.
     """
-    return streams.take_preempted([Slice(R, 8, tables)] if tables else [])
+    return bool(streams.withdraw_lost([Slice(R, 8, tables)] if tables else []))
 
 
 def streams_of(
@@ -32,25 +32,25 @@ def streams_of(
 
 def advance(
     streams: PrefillStreams, start: int, *tables: tuple[int, ...]
-) -> list[tuple[int, tuple[tuple[int, ...], ...]]]:
-    found = streams.advances([Slice("other", 8, ((1, 2),)), Slice(R, start, tables)])
-    for each in found:
-        streams.note_published(each, 1)
-    return [(each.num_tokens, each.blocks) for each in found]
+) -> list[tuple[int, BlockIds]]:
+    slices = [Slice("other", 8, ((1, 2),)), Slice(R, start, tables)]
+    return [(stream.num_published, stream.blocks) for stream, _ in streams.advance(slices)]
 
 
 def test_full_blocks_of_earlier_steps_are_published_once() -> None:
     streams, _ = streams_of()
     assert advance(streams, 0, (5, 6, 7)) == []
     assert advance(streams, 3, (5, 6, 7)) == []
-    assert advance(streams, 6, (5, 6, 7)) == [(4, ((5, HOLE, HOLE),))]
+    assert advance(streams, 6, (5, 6, 7)) == [(4, ((5, NO_BLOCK, NO_BLOCK),))]
     assert advance(streams, 7, (5, 6, 7)) == []
-    assert advance(streams, 8, (5, 6, 7)) == [(8, ((5, 6, HOLE),))]
+    assert advance(streams, 8, (5, 6, 7)) == [(8, ((5, 6, NO_BLOCK),))]
 
 
 def test_blocks_that_a_window_has_left_behind_are_holes_and_stay_so() -> None:
     streams, _ = streams_of(groups=(FULL, WINDOW))
-    assert advance(streams, 8, (5, 6, 7), (HOLE, 9, 10)) == [(8, ((5, 6, HOLE), (HOLE, 9, HOLE)))]
+    assert advance(streams, 8, (5, 6, 7), (NO_BLOCK, 9, 10)) == [
+        (8, ((5, 6, NO_BLOCK), (NO_BLOCK, 9, NO_BLOCK)))
+    ]
 
 
 def test_blocks_that_a_window_will_leave_behind_are_never_published() -> None:
@@ -59,26 +59,26 @@ def test_blocks_that_a_window_will_leave_behind_are_never_published() -> None:
     """
     streams, _ = streams_of(20, groups=(FULL, WINDOW))
     table = (5, 6, 7, 8, 9)
-    assert advance(streams, 8, table, table) == [(8, ((5, 6, HOLE, HOLE, HOLE), (HOLE,) * 5))]
-    assert advance(streams, 19, table, (HOLE, HOLE, 7, 8, 9)) == [
-        (16, ((5, 6, 7, 8, HOLE), (HOLE,) * 5))
+    assert advance(streams, 8, table, table) == [
+        (8, ((5, 6, NO_BLOCK, NO_BLOCK, NO_BLOCK), (NO_BLOCK,) * 5))
+    ]
+    assert advance(streams, 19, table, (NO_BLOCK, NO_BLOCK, 7, 8, 9)) == [
+        (16, ((5, 6, 7, 8, NO_BLOCK), (NO_BLOCK,) * 5))
     ]
 
 
 def test_of_each_advance_what_is_new_is_known_and_at_the_end_what_was_never_published() -> None:
     streams, _ = streams_of(18, groups=(FULL, WINDOW))
-    full, window = (5, 6, 7, 8, 9), (HOLE, 2, 3, 4, 1)
-    new = []
-    for start in (4, 14, 16):
-        for each in streams.advances([Slice(R, start, (full, window))]):
-            new.append(each.new_blocks(4))
-            streams.note_published(each, 1)
-    assert new == [((5,), (HOLE,)), ((6, 7), (HOLE, HOLE)), ((8,), (4,))]
+    full, window = (5, 6, 7, 8, 9), (NO_BLOCK, 2, 3, 4, 1)
+    slices = [Slice(R, start, (full, window)) for start in (4, 14, 16)]
+    new = [new for each in slices for _, new in streams.advance([each])]
+    assert new == [((5,), (NO_BLOCK,)), ((6, 7), (NO_BLOCK, NO_BLOCK)), ((8,), (4,))]
     stream = streams.get(R)
     assert stream is not None
-    assert streams.unpublished(stream, ([*full], [HOLE, HOLE, 3, 4, 1])) == ((9,), (3, 1)), (
-        "the engine may keep more than it must"
-    )
+    assert stream.unpublished(([*full], [NO_BLOCK, NO_BLOCK, 3, 4, 1])) == (
+        (9,),
+        (3, 1),
+    ), "the engine may keep more than it must"
 
 
 def test_output_is_not_published() -> None:
@@ -90,12 +90,11 @@ def test_a_preempted_prefill_is_withdrawn_once_and_published_anew() -> None:
     streams, request = streams_of()
     request.num_computed_tokens = 8
     advance(streams, 8, (5, 6, 7))
-    assert preempted(streams) == []
+    assert not is_lost(streams)
     request.status, request.num_computed_tokens = RequestStatus.PREEMPTED, 0
-    [lost] = preempted(streams)
-    lost.num_published = lost.serial = 0
-    assert preempted(streams) == []
-    assert advance(streams, 4, (1, 2, 3)) == [(4, ((1, HOLE, HOLE),))]
+    assert is_lost(streams)
+    assert not is_lost(streams)
+    assert advance(streams, 4, (1, 2, 3)) == [(4, ((1, NO_BLOCK, NO_BLOCK),))]
 
 
 def test_a_prefill_taken_up_again_with_other_blocks_is_withdrawn_though_it_has_as_many_tokens() -> (
@@ -104,18 +103,18 @@ def test_a_prefill_taken_up_again_with_other_blocks_is_withdrawn_though_it_has_a
     streams, request = streams_of()
     advance(streams, 8, (5, 6, 7))
     request.status, request.num_computed_tokens = RequestStatus.RUNNING, 8
-    assert preempted(streams, (5, 6, 7)) == []
-    assert preempted(streams, (5, 6, 1)) == [], "block 7 was not published yet"
-    assert preempted(streams, (5, 1, 7)) == [streams.get(R)]
-    assert preempted(streams, (5, 1, 7)) == []
+    assert not is_lost(streams, (5, 6, 7))
+    assert not is_lost(streams, (5, 6, 1)), "block 7 was not published yet"
+    assert is_lost(streams, (5, 1, 7))
+    assert not is_lost(streams, (5, 1, 7))
 
 
 def test_a_prefill_that_has_outrun_its_window_is_not_withdrawn() -> None:
     streams, request = streams_of(groups=(FULL, WINDOW))
     advance(streams, 8, (5, 6, 7), (8, 9, 10))
     request.status, request.num_computed_tokens = RequestStatus.RUNNING, 8
-    assert preempted(streams, (5, 6, 7), (HOLE, 9, 10)) == []
-    assert preempted(streams, (5, 6, 7), (HOLE, 1, 10)) == [streams.get(R)]
+    assert not is_lost(streams, (5, 6, 7), (NO_BLOCK, 9, 10))
+    assert is_lost(streams, (5, 6, 7), (NO_BLOCK, 1, 10))
 
 
 def test_an_engine_that_lets_go_of_what_the_last_token_sees_is_found_out() -> None:
@@ -126,18 +125,14 @@ def test_an_engine_that_lets_go_of_what_the_last_token_sees_is_found_out() -> No
     advance(streams, 8, (5, 6, 7), (8, 9, 10))
     stream = streams.get(R)
     assert stream is not None
-    assert not streams.has_lost_blocks(stream, ([5, 6, 7], [HOLE, 9, 10]))
-    assert streams.has_lost_blocks(stream, ([5, 6, 7], [HOLE, HOLE, 10]))
-    assert streams.has_lost_blocks(stream, ([5, 1, 7], [HOLE, 9, 10]))
+    assert not stream.has_lost_blocks(([5, 6, 7], [NO_BLOCK, 9, 10]))
+    assert stream.has_lost_blocks(([5, 6, 7], [NO_BLOCK, NO_BLOCK, 10]))
+    assert stream.has_lost_blocks(([5, 1, 7], [NO_BLOCK, 9, 10]))
 
 
 def test_an_ended_prefill_is_forgotten() -> None:
     streams, _ = streams_of()
     advance(streams, 8, (5, 6, 7))
     assert streams.end(R) is not None
-    assert (streams.end(R), len(streams), advance(streams, 8, (5, 6, 7)), preempted(streams)) == (
-        None,
-        0,
-        [],
-        [],
-    )
+    assert (streams.end(R), len(streams)) == (None, 0)
+    assert (advance(streams, 8, (5, 6, 7)), is_lost(streams)) == ([], False)

@@ -18,7 +18,7 @@ from kvferry.connectors.nixl.metadata import NixlHandshakeMetadata
 from kvferry.errors import ConfigError, KVFerryError
 from kvferry.protocol import messages as codec
 from kvferry.protocol.messages import FailureReply, FailureRequest, Release, ReleaseLeg
-from kvferry.protocol.tickets import HOLE
+from kvferry.protocol.tickets import NO_BLOCK
 from kvferry.transports.base import Received
 from kvferry.transports.memory import MemoryControlTransport, MemoryNetwork
 
@@ -489,9 +489,9 @@ def test_of_a_group_with_a_window_only_what_is_seen_is_moved(network: MemoryNetw
     p.fill([5, 6, 7, 8, 9], seed=1)
     # Ten tokens in three blocks. D computes the last token itself; that token attends back to token
     # 5, which is in the second block.
-    request = arrive(d, p.prefill(EngineRequest("a", TOKENS), [5, 6, 7], [HOLE, 8, 9]))
+    request = arrive(d, p.prefill(EngineRequest("a", TOKENS), [5, 6, 7], [NO_BLOCK, 8, 9]))
     assert d.scheduler.get_num_new_matched_tokens(request, 0) == (9, True)
-    d.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3], [HOLE, 4, 5])), 9)
+    d.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3], [NO_BLOCK, 4, 5])), 9)
     step_until(lambda: "r" in d.seen.finished_recving and "a" in p.seen.finished_sending, p, d)
     assert d.seen.failed_recving == set()
     for layer, ours, theirs in (("layer.0", [1, 2, 3], [5, 6, 7]), ("layer.1", [4, 5], [8, 9])):
@@ -504,10 +504,10 @@ def test_of_a_group_with_a_window_only_what_is_seen_is_moved(network: MemoryNetw
 @pytest.mark.parametrize(
     ("tokens", "kept", "matched"),
     [
-        (TOKENS, [HOLE, HOLE, 9], 0),
-        ([*TOKENS[:8], 1, 2], [HOLE, HOLE, 9], 0),
+        (TOKENS, [NO_BLOCK, NO_BLOCK, 9], 0),
+        ([*TOKENS[:8], 1, 2], [NO_BLOCK, NO_BLOCK, 9], 0),
         ([*TOKENS[:8], 1, 2], [7, 8, 9], 8),
-        ([*TOKENS, 1], [HOLE, 8, 9], 10),
+        ([*TOKENS, 1], [NO_BLOCK, 8, 9], 10),
     ],
 )
 def test_what_the_producer_no_longer_keeps_is_not_claimed(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.connectors.pair import Blocks, EngineRequest, EngineSide, step_until
 
-from kvferry.connectors.contract import RequestStatus, SupportsHMA
+from kvferry.connectors.contract import RequestStatus
 from kvferry.protocol import messages as codec
 from kvferry.protocol.messages import Release
 from kvferry.protocol.tickets import PushTicket, PushTicketKey
@@ -279,7 +279,6 @@ def test_a_prefill_that_ends_without_blocks_fails_d_with_the_reason(legs: Legs) 
         {"do_remote_decode": True, "push_ticket": ticket},
         RequestStatus.FINISHED_ABORTED,
     )
-    assert isinstance(legs.p.scheduler, SupportsHMA)
     assert legs.p.scheduler.request_finished_all_groups(request, ([5, 6, 7],)) == (False, None)
     legs.p.step()
     assert "the prefill leg ended as finished_aborted" in legs.failure()

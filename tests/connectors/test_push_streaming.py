@@ -18,7 +18,7 @@ from tests.connectors.test_push import (
     push_side,
 )
 
-from kvferry.connectors.contract import RequestStatus, SupportsHMA
+from kvferry.connectors.contract import RequestStatus
 from kvferry.transports.memory import MemoryNetwork
 
 BLOCK_BYTES = 3 * 4 * 16
@@ -75,7 +75,6 @@ class Prefill:
 
     def aborts(self) -> None:
         self.request.status = RequestStatus.FINISHED_ABORTED
-        assert isinstance(self.legs.p.scheduler, SupportsHMA)
         assert self.legs.p.scheduler.request_finished_all_groups(
             self.request, (list(self.blocks),)
         ) == (False, None)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from tests.connectors.pair import DEADLINE_S, Blocks, EngineRequest, EngineSide, step_until
 
-from kvferry.connectors.contract import KVCacheGroup, RequestStatus, SupportsHMA
+from kvferry.connectors.contract import KVCacheGroup, RequestStatus
 from kvferry.protocol import messages as codec
 from kvferry.protocol.messages import Release, RetainedTurnReply, RetainedTurnRequest
-from kvferry.protocol.tickets import HOLE, TicketKey
+from kvferry.protocol.tickets import NO_BLOCK, TicketKey
 from kvferry.transports.base import Received
 from kvferry.transports.memory import MemoryControlTransport, MemoryNetwork
 
@@ -64,7 +64,6 @@ def end_turn(
         params,
         **{"status": RequestStatus.FINISHED_STOPPED, "num_computed_tokens": len(tokens), **changes},
     )
-    assert isinstance(d.scheduler, SupportsHMA)
     is_delayed, found = d.scheduler.request_finished_all_groups(request, blocks or ([5, 6, 7],))
     assert is_delayed == (found is not None)
     return found
@@ -451,11 +450,10 @@ def test_a_load_that_fails_late_may_be_made_up_for(pair: tuple[EngineSide, Engin
     p.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3, 4],)), 10)
     step_until(lambda: "next" in p.seen.finished_recving, p)
     assert p.seen.failed_recving == {"next"}
-    assert p.scheduler.is_load_optional("next")
+    assert (p.seen.optional_failures, p.seen.given_up_recving) == ({"next"}, {})
     assert counted(p, "reuse_failed_loads", "reuse_loads") == [1, 0]
     request.status = RequestStatus.FINISHED_ABORTED
     p.scheduler.request_finished(request, [])
-    assert not p.scheduler.is_load_optional("next")
 
 
 def test_a_client_that_leaves_while_the_keeper_is_asked_leaves_nothing_behind(
@@ -600,11 +598,11 @@ def test_where_attention_forgets_only_what_goes_on_at_the_end_is_fetched(
     sides += [EngineSide(name, network, groups=groups, **REUSE) for name in ("p", "d")]
     p, d = sides
     d.fill([5, 6, 7, 9], seed=1)
-    request = arrive(p, kept(d, [5, 6, 7], [HOLE, HOLE, 9]), tokens)
+    request = arrive(p, kept(d, [5, 6, 7], [NO_BLOCK, NO_BLOCK, 9]), tokens)
     assert answered(p, d, request) == (matched, matched > 0)
     if matched:
         p.scheduler.update_state_after_alloc(
-            request, Blocks(([1, 2, 3, 4], [HOLE, HOLE, 11, 12])), matched
+            request, Blocks(([1, 2, 3, 4], [NO_BLOCK, NO_BLOCK, 11, 12])), matched
         )
         step_until(lambda: "next" in p.seen.finished_recving, p, d)
         assert p.seen.failed_recving == set()

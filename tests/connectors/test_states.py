@@ -17,7 +17,7 @@ from kvferry.connectors.contract import (
 from kvferry.connectors.geometry import geometry_of, host_buffer_bytes, host_buffer_regions
 from kvferry.errors import ConfigError, IncompatiblePeer
 from kvferry.protocol.planning.geometry import Geometry, check_geometry
-from kvferry.protocol.tickets import HOLE
+from kvferry.protocol.tickets import NO_BLOCK
 
 NUM_BLOCKS, BLOCK, PAGE = 4, 16, 512
 STATES = KVCacheGroup(
@@ -41,7 +41,8 @@ def geometry(
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "blocks"), [(1, [7]), (16, [7]), (17, [HOLE, 8]), (40, [HOLE, HOLE, 9])]
+    ("num_tokens", "blocks"),
+    [(1, [7]), (16, [7]), (17, [NO_BLOCK, 8]), (40, [NO_BLOCK, NO_BLOCK, 9])],
 )
 def test_the_block_of_the_last_token_holds_the_state(num_tokens: int, blocks: list[int]) -> None:
     assert STATES.block_list([7, 8, 9], num_tokens, BLOCK) == blocks
@@ -50,7 +51,7 @@ def test_the_block_of_the_last_token_holds_the_state(num_tokens: int, blocks: li
 
 
 def test_a_table_that_is_too_short_has_no_state() -> None:
-    assert STATES.block_list([7], 17, BLOCK) == [HOLE, HOLE]
+    assert STATES.block_list([7], 17, BLOCK) == [NO_BLOCK, NO_BLOCK]
 
 
 def test_each_part_is_a_region_with_its_own_heads() -> None:

@@ -27,7 +27,7 @@ from kvferry.connectors.contract import (
     SupportsHMA,
 )
 from kvferry.connectors.stats import KVConnectorStats
-from kvferry.protocol.tickets import HOLE
+from kvferry.protocol.tickets import NO_BLOCK
 
 Tables = tuple[list[int], ...]
 
@@ -98,7 +98,7 @@ class CopyConnector(KVConnectorBase_V1, SupportsHMA):
         ]
         return (
             0
-            if any(HOLE in table[place] for table, place in zip(kept, places, strict=True))
+            if any(NO_BLOCK in table[place] for table, place in zip(kept, places, strict=True))
             else end
         )
 
@@ -112,7 +112,7 @@ class CopyConnector(KVConnectorBase_V1, SupportsHMA):
             [
                 (source, target)
                 for source, target in zip(kept, table, strict=False)
-                if target != HOLE
+                if target != NO_BLOCK
             ]
             for kept, table in zip(
                 self._kept.pop(params["copy_of"]), blocks.get_block_ids(), strict=True
@@ -135,7 +135,7 @@ class CopyConnector(KVConnectorBase_V1, SupportsHMA):
         if not (request.kv_transfer_params or {}).get("keep"):
             return False, None
         self._kept[request.request_id] = block_ids
-        return True, {"blocks": sum(block != HOLE for table in block_ids for block in table)}
+        return True, {"blocks": sum(block != NO_BLOCK for table in block_ids for block in table)}
 
     # -- worker --
 

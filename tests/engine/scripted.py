@@ -11,21 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 from zlib import crc32
 
-from kvferry.config import KVTransferConfig, SideChannelConfig
-from kvferry.config.transfer import KVRole
 from kvferry.connectors.contract import (
-    ConnectorConfig,
     KVCacheBlocks,
-    KVCacheConfig,
     KVCacheGroup,
-    KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorOutput,
-    KVConnectorRole,
-    ModelIdentity,
-    ParallelConfig,
     Request,
-    SupportsHMA,
+    SchedulerSide,
 )
 from kvferry.connectors.nixl.tables import RetainedTurns
 from kvferry.engine.limits import SchedulerLimits
@@ -38,8 +30,7 @@ from kvferry.engine.messages import (
     StepResult,
 )
 from kvferry.engine.scheduler import Scheduler
-from kvferry.protocol.tickets import HOLE
-from kvferry.testing.local import LocalTransportKit
+from kvferry.protocol.tickets import NO_BLOCK
 from kvferry.types import RequestId
 
 GARBAGE = -1
@@ -64,8 +55,6 @@ class Script:
     """The connector retains the request's blocks for a reader that may come, and evicts them when
     asked.
     """
-    is_optional: bool = False
-    """The load only saves computation: the scheduler may compute the tokens instead."""
     params: dict[str, Any] | None = None
 
 
@@ -77,11 +66,8 @@ class Load:
     end: int
 
 
-class ScriptedConnector(KVConnectorBase_V1):
-    def __init__(
-        self, config: ConnectorConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
-    ) -> None:
-        super().__init__(config, role, kv_cache_config)
+class ScriptedConnector(SchedulerSide):
+    def __init__(self) -> None:
         self.scripts: dict[str, Script] = {}
         self.calls: list[tuple[str, str, int]] = []
         """Every call in order, as (method, request id, number of tokens or blocks)."""
@@ -141,15 +127,7 @@ class ScriptedConnector(KVConnectorBase_V1):
             if request_id in self.leaving:
                 self.leaving.remove(request_id)
 
-    def is_load_optional(self, request_id: str) -> bool:
-        return self.scripts[request_id].is_optional
-
-    def request_finished(
-        self, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self.note_finished(request, (block_ids,))
-
-    def note_finished(
+    def request_finished_all_groups(
         self, request: Request, tables: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         self.calls.append(("request_finished", request.request_id, len(tables[0])))
@@ -159,61 +137,13 @@ class ScriptedConnector(KVConnectorBase_V1):
         if script.is_delayed and script.is_soft:
             self.kept.retain(
                 RequestId(request.request_id),
-                sum(block != HOLE for table in tables for block in table),
+                sum(block != NO_BLOCK for table in tables for block in table),
                 "",
             )
         return script.is_delayed, script.params
 
     def request_abandoned(self, request_id: str) -> None:
         self.calls.append(("request_abandoned", request_id, 0))
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        raise NotImplementedError
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        raise NotImplementedError
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        raise NotImplementedError
-
-    def wait_for_save(self) -> None:
-        raise NotImplementedError
-
-
-class ScriptedHybrid(ScriptedConnector, SupportsHMA):
-    def request_finished(
-        self, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        raise NotImplementedError
-
-    def request_finished_all_groups(
-        self, request: Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self.note_finished(request, block_ids)
-
-
-def make_connector(limits: SchedulerLimits) -> ScriptedConnector:
-    config = ConnectorConfig(
-        kv_transfer=KVTransferConfig(
-            kv_connector="Scripted",
-            kv_role=KVRole.BOTH,
-            kv_connector_module_path="tests.engine.scripted",
-        ),
-        model=ModelIdentity("Scripted", "0", 1, 1, 8, "float32"),
-        parallel=ParallelConfig(),
-        side_channel=SideChannelConfig(),
-        secret=b"s" * 32,
-        epoch="epoch",
-        kit=LocalTransportKit(),
-    )
-    cache = KVCacheConfig(
-        limits.num_blocks, limits.block_size, limits.groups, "HND", 1, 8, "float32"
-    )
-    return (ScriptedConnector if len(limits.groups) == 1 else ScriptedHybrid)(
-        config, KVConnectorRole.SCHEDULER, cache
-    )
 
 
 def extend_digest(digest: int, token: int) -> int:
@@ -276,7 +206,7 @@ class Rig:
     """
 
     def __post_init__(self) -> None:
-        self.connector = make_connector(self.limits)
+        self.connector = ScriptedConnector()
         self.scheduler = Scheduler(self.limits, self.connector if self.has_connector else None)
 
     # -- requests --
@@ -292,10 +222,14 @@ class Rig:
         self.scheduler.abort(request_id)
         self._remember_lent()
 
+    @property
+    def is_at_rest(self) -> bool:
+        return not self.scheduler.wants_step and self.news == KVConnectorOutput()
+
     def run(self, max_steps: int = 500) -> None:
         """Step until the scheduler wants no step and the connector has no news."""
         for _ in range(max_steps):
-            if not self.scheduler.wants_step and self.news.is_empty:
+            if self.is_at_rest:
                 return
             self.step()
         raise AssertionError("the scheduler does not come to rest")
@@ -359,7 +293,10 @@ class Rig:
     def _remember_lent(self) -> None:
         for request_id, tables in self.connector.newly_sending:
             self.lent[request_id] = [
-                (block, self._block(block)) for table in tables for block in table if block != HOLE
+                (block, self._block(block))
+                for table in tables
+                for block in table
+                if block != NO_BLOCK
             ]
         self.connector.newly_sending.clear()
 
@@ -382,8 +319,10 @@ class Rig:
         end, block_size = part.start + len(part.token_ids), self.limits.block_size
         seen = self.limits.groups[number].first_visible_token(part.start)
         first = seen // block_size
-        assert set(table[:first]) <= {HOLE}, f"{part.request_id} keeps blocks that nobody looks at"
-        assert HOLE not in table[first:], f"{part.request_id} lacks blocks that it looks at"
+        assert set(table[:first]) <= {NO_BLOCK}, (
+            f"{part.request_id} keeps blocks that nobody looks at"
+        )
+        assert NO_BLOCK not in table[first:], f"{part.request_id} lacks blocks that it looks at"
         lent = {block for blocks in self.lent.values() for block, _ in blocks}
         assert lent.isdisjoint(table[part.start // block_size :]), (
             f"{part.request_id} writes into blocks that a peer may read"
@@ -408,7 +347,7 @@ class Rig:
     def _fill(self, table: Any, positions: range, value: Callable[[int], int]) -> None:
         for position in positions:
             block, offset = self._cell(table, position)
-            if block != HOLE:
+            if block != NO_BLOCK:
                 self.cells[block, offset] = value(position)
 
     def _cell(self, table: Any, position: int) -> tuple[int, int]:

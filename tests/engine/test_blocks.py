@@ -19,7 +19,7 @@ from kvferry.engine.cache.blocks import (
 )
 from kvferry.engine.cache.prefix import find_prefix
 from kvferry.errors import LocalProtocolError
-from kvferry.protocol.tickets import HOLE
+from kvferry.protocol.tickets import NO_BLOCK
 
 
 def chain(*blocks: list[int], salt: str = "") -> list[bytes]:
@@ -30,7 +30,7 @@ def chain(*blocks: list[int], salt: str = "") -> list[bytes]:
 
 
 def acquire(pool: BlockPool, count: int, shared: tuple[int, ...] = ()) -> list[int]:
-    fresh = pool.acquire(shared, [BlockRequest(shared[-1] if shared else HOLE, count)])
+    fresh = pool.acquire(shared, [BlockRequest(shared[-1] if shared else NO_BLOCK, count)])
     assert fresh is not None
     return fresh[0]
 
@@ -61,7 +61,7 @@ def test_too_few_free_blocks_change_nothing() -> None:
     held = acquire(pool, 3)
     pool.publish(held[0], chain([1])[0])
     assert pool.acquire((held[0],), [BlockRequest(held[0], 2)]) is None
-    assert pool.acquire((), [BlockRequest(held[2], 1), BlockRequest(HOLE, 1)]) is None
+    assert pool.acquire((), [BlockRequest(held[2], 1), BlockRequest(NO_BLOCK, 1)]) is None
     pool.check([held])
 
 
@@ -127,9 +127,9 @@ def test_extending_continues_the_run_when_the_next_block_is_blank() -> None:
     other = acquire(pool, 1)
     pool.release(other)
     assert pool.acquire((), [BlockRequest(held[-1], 2)]) == [[2, 3]]
-    assert BlockTable([GroupTable([0, 1]), GroupTable([HOLE, 2], 1)]).get_block_ids() == (
+    assert BlockTable([GroupTable([0, 1]), GroupTable([NO_BLOCK, 2], 1)]).get_block_ids() == (
         [0, 1],
-        [HOLE, 2],
+        [NO_BLOCK, 2],
     )
 
 
@@ -176,7 +176,10 @@ def test_the_check_notices_a_hold_nobody_accounts_for() -> None:
 
 def test_each_group_of_a_sequence_gets_a_run_of_its_own() -> None:
     pool = BlockPool(12, num_groups=2)
-    assert pool.acquire((), [BlockRequest(HOLE, 3), BlockRequest(HOLE, 2)]) == [[0, 1, 2], [3, 4]]
+    assert pool.acquire((), [BlockRequest(NO_BLOCK, 3), BlockRequest(NO_BLOCK, 2)]) == [
+        [0, 1, 2],
+        [3, 4],
+    ]
     assert pool.acquire((), [BlockRequest(2, 1), BlockRequest(4, 2)]) == [[7], [5, 6]], (
         "what lies behind a run is left to the one who can continue it"
     )
@@ -240,8 +243,8 @@ def runs_after_a_long_life(seed: int, is_caching: bool) -> tuple[int, int]:
                 for table, blocks in zip(tables, more, strict=True):
                     table += blocks
         block_requests = [
-            BlockRequest(HOLE, rng.randint(20, 60)),
-            BlockRequest(HOLE, rng.randint(4, 12)),
+            BlockRequest(NO_BLOCK, rng.randint(20, 60)),
+            BlockRequest(NO_BLOCK, rng.randint(4, 12)),
         ]
         while (
             pool.num_free < sum(block_request.num_blocks for block_request in block_requests) + 200
@@ -284,8 +287,8 @@ class PoolMachine(RuleBasedStateMachine):
         shared = data.draw(st.sampled_from([[], *self.held]))
         before = self.pool.num_free
         block_requests = [
-            BlockRequest(shared[-1] if shared else HOLE, count),
-            *(BlockRequest(HOLE, other) for other in others),
+            BlockRequest(shared[-1] if shared else NO_BLOCK, count),
+            *(BlockRequest(NO_BLOCK, other) for other in others),
         ]
         fresh = self.pool.acquire(shared, block_requests)
         assert (fresh is None) == (before < count + sum(others))

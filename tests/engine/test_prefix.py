@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from kvferry.connectors.contract import KVCacheGroup
 from kvferry.engine.cache.prefix import find_prefix
-from kvferry.protocol.tickets import HOLE
+from kvferry.protocol.tickets import NO_BLOCK
 
 GROUPS = st.one_of(
     st.just(KVCacheGroup(())),
@@ -64,7 +64,7 @@ def test_the_longest_prefix_that_all_groups_can_use_is_found(
     assert found.num_blocks == usable[-1]
     for number, (group, table) in enumerate(zip(groups, found.tables, strict=True)):
         first = group.first_visible_token(found.num_blocks * block_size) // block_size
-        assert table == [HOLE] * first + [
+        assert table == [NO_BLOCK] * first + [
             100 * number + index for index in range(first, found.num_blocks)
         ]
     assert all(known.lookups <= len(hashes) for known in published), "each hash is looked for once"
@@ -81,7 +81,7 @@ def test_a_window_needs_nothing_in_front_of_it() -> None:
     groups = [KVCacheGroup(()), KVCacheGroup((), sliding_window=9)]
     assert find_prefix(published, groups, hashes, 17, 4).tables == (
         [0, 1, 2, 3],
-        [HOLE, HOLE, 12, 13],
+        [NO_BLOCK, NO_BLOCK, 12, 13],
     )
     wider = [KVCacheGroup(()), KVCacheGroup((), sliding_window=10)]
     assert find_prefix(published, wider, hashes, 17, 4).num_blocks == 0

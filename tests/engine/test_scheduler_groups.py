@@ -17,7 +17,7 @@ from tests.engine.scripted import (
 
 from kvferry.connectors.contract import KVCacheGroup
 from kvferry.engine.messages import SequenceSlice
-from kvferry.protocol.tickets import HOLE
+from kvferry.protocol.tickets import NO_BLOCK
 
 LONG = list(range(1, 41))
 HYBRID = (FULL, window(6))
@@ -25,8 +25,8 @@ HYBRID = (FULL, window(6))
 
 def holes(table: tuple[int, ...] | list[int]) -> int:
     """Number of holes in a block table; all holes must come first."""
-    count = sum(block == HOLE for block in table)
-    assert list(table[:count]) == [HOLE] * count
+    count = sum(block == NO_BLOCK for block in table)
+    assert list(table[:count]) == [NO_BLOCK] * count
     return count
 
 
@@ -234,7 +234,7 @@ def test_what_was_computed_from_an_invalid_block_of_any_group_counts_for_nothing
     rig.add(make_request("a", LONG[:12]), Script(available_tokens=11))
     rig.add(make_request("b", LONG[:3]))
     rig.step()
-    rig.news.invalid_block_ids = {rig.connector.loads["a"].tables[1][-1], HOLE, 10_000}
+    rig.news.invalid_block_ids = {rig.connector.loads["a"].tables[1][-1], NO_BLOCK, 10_000}
     rig.step()
     rig.end_load("a")
     rig.run()

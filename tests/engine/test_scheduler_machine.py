@@ -145,7 +145,7 @@ class EngineIncarnation(RuleBasedStateMachine):
                 self.rig.end_load(name)
             for name in list(self.rig.lent):
                 self.rig.end_sending(name)
-            if not self.rig.scheduler.wants_step and self.rig.news.is_empty:
+            if self.rig.is_at_rest:
                 return
         raise AssertionError("some request never ends")
 

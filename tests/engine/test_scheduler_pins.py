@@ -114,11 +114,10 @@ def test_what_only_saves_computing_is_computed_when_it_cannot_be_loaded(
     policy: FailurePolicy,
 ) -> None:
     rig = Rig(make_limits(load_failure_policy=policy))
-    rig.add(make_request("next", PROMPT), Script(available_tokens=8, is_optional=True))
-    rig.step()
-    rig.news.given_up_recving["next"] = "D died"
+    rig.add(make_request("next", PROMPT), Script(available_tokens=8))
     rig.step()
     rig.end_load("next", failure="D died")
+    rig.news.optional_failures.add("next")
     rig.run()
     assert rig.tokens_of("next") == predict(rig.requests["next"])
     assert_quiescent(rig)
@@ -178,7 +177,7 @@ class PinnedLife(EngineIncarnation):
                 self.rig.end_load(name)
             for name in [name for name in self.rig.lent if not self.is_kept(name)]:
                 self.rig.end_sending(name)
-            if not self.rig.scheduler.wants_step and self.rig.news.is_empty:
+            if self.rig.is_at_rest:
                 break
         status = self.rig.scheduler.status()
         assert (status.num_running, status.num_waiting, status.num_waiting_for_remote_kvs) == (

@@ -18,7 +18,7 @@ from kvferry.engine.messages import SequenceSlice
 from kvferry.engine.model.config import read_model_config
 from kvferry.engine.options import EngineOptions
 from kvferry.errors import ConfigError, LocalProtocolError
-from kvferry.protocol.tickets import HOLE
+from kvferry.protocol.tickets import NO_BLOCK
 
 WINDOW = 48
 
@@ -35,7 +35,7 @@ def with_holes(table: Tables, options: EngineOptions, position: int) -> Tables:
     groups = form_groups(read_model_config(options.model))
     gone = [group.first_visible_token(position) // options.block_size for group in groups]
     return tuple(
-        (HOLE,) * count + blocks[count:] for count, blocks in zip(gone, table, strict=True)
+        (NO_BLOCK,) * count + blocks[count:] for count, blocks in zip(gone, table, strict=True)
     )
 
 
@@ -79,10 +79,10 @@ def test_blocks_behind_the_window_may_be_gone_and_hold_anything(
         expected = [runner.logits([decode]), runner.logits([chunk])]
         runner.logits(before)
         held = with_holes(table, options, length)
-        mine = {block for blocks in held for block in blocks if block != HOLE}
+        mine = {block for blocks in held for block in blocks if block != NO_BLOCK}
         for cache in runner.kv_caches.values():
             cache[[block for block in range(options.num_blocks) if block not in mine]] = torch.nan
-        assert (held[1][0] == HOLE) == (length - WINDOW + 1 >= options.block_size)
+        assert (held[1][0] == NO_BLOCK) == (length - WINDOW + 1 >= options.block_size)
         assert torch.equal(runner.logits([replace(decode, block_ids=held)]), expected[0])
         assert torch.equal(runner.logits([replace(chunk, block_ids=held)]), expected[1])
 
@@ -124,7 +124,7 @@ def test_a_hole_where_the_window_looks_is_refused_before_anything_is_written(
             pierced = (
                 table[0],
                 table[1],
-                tuple(HOLE if index == hole else block for index, block in enumerate(table[2])),
+                tuple(NO_BLOCK if index == hole else block for index, block in enumerate(table[2])),
             )
             step = [
                 SequenceSlice("b", (1,), 0, runs_of(options, 60, 1), None),
@@ -137,9 +137,11 @@ def test_a_hole_where_the_window_looks_is_refused_before_anything_is_written(
         with pytest.raises(
             LocalProtocolError, match="a null block where tokens 0 to 64 are needed"
         ):
-            runner.run([SequenceSlice("a", (1,), 64, ((HOLE, *table[0][1:]), *table[1:]), GREEDY)])
+            runner.run(
+                [SequenceSlice("a", (1,), 64, ((NO_BLOCK, *table[0][1:]), *table[1:]), GREEDY)]
+            )
         assert all(not cache.any() for cache in runner.kv_caches.values())
-        pierced = (table[0], (HOLE, *table[1][1:]), (HOLE, *table[2][1:]))
+        pierced = (table[0], (NO_BLOCK, *table[1][1:]), (NO_BLOCK, *table[2][1:]))
         runner.run([SequenceSlice("a", (1,), 63, pierced, GREEDY)])
 
 

@@ -16,7 +16,7 @@ from kvferry.protocol.planning.geometry import Geometry
 from kvferry.protocol.planning.heads import heads_of, rank_mappings
 from kvferry.protocol.planning.plan import BlockPermutation, plan_permutations, plan_read
 from kvferry.protocol.producer.push_writer import PushWriter, WriterSettings
-from kvferry.protocol.tickets import HOLE
+from kvferry.protocol.tickets import NO_BLOCK
 from kvferry.types import AxisKind, EngineId, KVLayout, MemoryKind, Region
 
 Bytes = npt.NDArray[np.uint8]
@@ -122,7 +122,7 @@ class Cache:
         """Return a copy, [heads, tokens, item], of the tokens in these blocks; zeros for holes."""
         view = self.views()[layer]
         parts = [
-            _flat(view[block]) if block != HOLE else np.zeros_like(_flat(view[0]))
+            _flat(view[block]) if block != NO_BLOCK else np.zeros_like(_flat(view[0]))
             for block in blocks
         ]
         return np.concatenate(parts, axis=1)
@@ -132,7 +132,7 @@ class Cache:
         view, size, own = self.views()[layer], self.form.block_size, content[self.geometry.heads]
         for index, block in enumerate(blocks):
             part = own[:, index * size : (index + 1) * size]
-            if block != HOLE and part.shape[1]:
+            if block != NO_BLOCK and part.shape[1]:
                 whole = np.zeros((part.shape[0], size, part.shape[2]), np.uint8)
                 whole[:, : part.shape[1]] = part
                 view[block] = whole.reshape(view[block].shape)

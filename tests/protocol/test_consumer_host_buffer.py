@@ -38,7 +38,7 @@ from kvferry.protocol.messages import (
 )
 from kvferry.protocol.peers import PeerSettings
 from kvferry.protocol.planning.geometry import Geometry
-from kvferry.protocol.tickets import HOLE
+from kvferry.protocol.tickets import NO_BLOCK
 from kvferry.types import EngineId, KVLayout, Region, RequestId
 
 READY = Ready("a", "d/r1/0")
@@ -151,7 +151,7 @@ def make_staged() -> Consumer:
 
 def test_the_blocks_that_were_filled_and_no_others_go_to_a_staged_engine() -> None:
     """The first block is a local prefix: the engine holds it, and the host buffer does not."""
-    consumer = staged_placing(range(4, 8), [[5, 6], [2, HOLE]])
+    consumer = staged_placing(range(4, 8), [[5, 6], [2, NO_BLOCK]])
     [place] = of(consumer.outbox.take_actions(), PlaceBlocks)
     assert isinstance(place, PlaceBlocks)
     assert (place.request, place.permutations, place.blocks) == (R1, (), ((6,), ()))

@@ -33,14 +33,14 @@ from kvferry.protocol.messages import (
     PushWithdrawal,
     Refused,
 )
-from kvferry.protocol.tickets import HOLE, Ticket
+from kvferry.protocol.tickets import NO_BLOCK, Ticket
 
 WHOLE = fingerprint(range(16), 4, "")
 
 
 def partial(ready: int, serial: int = 1) -> Ticket:
     """Return a ticket for 16 tokens in blocks 3, 4, 5, 6, with holes for blocks not ready yet."""
-    runs = [(3, ready // 4)] * (ready > 0) + [(HOLE, 4 - ready // 4)] * (ready < 16)
+    runs = [(3, ready // 4)] * (ready > 0) + [(NO_BLOCK, 4 - ready // 4)] * (ready < 16)
     return Ticket("p", "e1", "a", serial, "p-host", 5600, 1, 4, [runs], WHOLE, 30.0)
 
 

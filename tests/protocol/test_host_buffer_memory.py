@@ -28,7 +28,7 @@ from kvferry.protocol.messages import (
 )
 from kvferry.protocol.producer.producer import Producer
 from kvferry.protocol.producer.push import ProducerSettings
-from kvferry.protocol.tickets import HOLE, Ticket, runs_from_blocks
+from kvferry.protocol.tickets import NO_BLOCK, Ticket, runs_from_blocks
 from kvferry.types import EngineId, Epoch, RequestId, Route
 
 NUM_BLOCKS, PROMPT_BLOCKS = 7, 3
@@ -276,7 +276,7 @@ class Memory:
     # -- the whole system --
 
     def ticket(self, prefill: Prefill) -> str:
-        table = [*prefill.blocks, *[HOLE] * (PROMPT_BLOCKS - len(prefill.blocks))]
+        table = [*prefill.blocks, *[NO_BLOCK] * (PROMPT_BLOCKS - len(prefill.blocks))]
         return KEY.sign(
             Ticket(
                 "p",

@@ -15,7 +15,7 @@ from kvferry.protocol.planning.axes import SMALL_SEGMENT_BYTES
 from kvferry.protocol.planning.geometry import check_geometry
 from kvferry.protocol.planning.heads import can_divide
 from kvferry.protocol.planning.plan import BlockPermutation, plan_permutations, plan_read
-from kvferry.protocol.tickets import HOLE
+from kvferry.protocol.tickets import NO_BLOCK
 from kvferry.types import KVLayout, MemoryKind
 
 GROUPS = (("layer.0", "layer.2"), ("layer.1", "layer.3"))
@@ -88,7 +88,7 @@ def tables(
     half = form.num_blocks // 2
     blocks = (rng.permutation(half) + taken * half)[: -(-num_tokens // form.block_size)].tolist()
     return [
-        HOLE if (index + 1) * form.block_size <= seen_from else block
+        NO_BLOCK if (index + 1) * form.block_size <= seen_from else block
         for index, block in enumerate(blocks)
     ]
 
@@ -129,7 +129,7 @@ def check(
         assert count.max() <= 1
         assert not count[:, region.block_bytes :].any()
         assert not np.delete(
-            count, [block for block in ours[region.group] if block != HOLE], axis=0
+            count, [block for block in ours[region.group] if block != NO_BLOCK], axis=0
         ).any()
 
 
@@ -149,8 +149,8 @@ def moved_tokens(
     last = -(-tokens.stop // size) * size
     return [
         tokens.start <= position < last
-        and ours[position // at_d.block_size] != HOLE
-        and theirs[min(position // at_p.block_size, len(theirs) - 1)] != HOLE
+        and ours[position // at_d.block_size] != NO_BLOCK
+        and theirs[min(position // at_p.block_size, len(theirs) - 1)] != NO_BLOCK
         for position in range(len(ours) * at_d.block_size)
     ]
 
@@ -238,7 +238,9 @@ def test_regions_of_which_one_is_not_understood_move_whole_blocks_of_both(form: 
 def test_small_runs_are_read_in_the_producers_order_and_put_into_ours_afterwards() -> None:
     assert segments(HND, NHD) == segments(HND, HND)
     ours, theirs = Cache(Model(), HND, 0), Cache(Model(), NHD, 0)
-    [first, second] = plan_permutations(ours.geometry, [theirs.geometry], [[0, HOLE, 5]], range(12))
+    [first, second] = plan_permutations(
+        ours.geometry, [theirs.geometry], [[0, NO_BLOCK, 5]], range(12)
+    )
     assert (first.region, second.region, first.offsets.tolist()) == (0, 1, [0, 160])
     assert sorted(zip(first.shape, first.arrived, first.wanted, strict=True)) == [
         (2, 4, 16),

@@ -21,7 +21,7 @@ from kvferry.protocol.messages import (
 )
 from kvferry.protocol.producer.producer import Producer
 from kvferry.protocol.producer.push import ProducerSettings
-from kvferry.protocol.tickets import HOLE, Ticket, runs_from_blocks
+from kvferry.protocol.tickets import NO_BLOCK, Ticket, runs_from_blocks
 from kvferry.types import EngineId, Epoch, LeaseEnd
 
 READER = "d/r/0"
@@ -29,7 +29,7 @@ READER = "d/r/0"
 
 def ticket(ready: int, serial: int = 1, blocks: tuple[int, ...] = (3, 4, 5)) -> str:
     """Return a ticket for three blocks of four tokens each."""
-    table = [*blocks[: ready // 4], *[HOLE] * (3 - ready // 4)]
+    table = [*blocks[: ready // 4], *[NO_BLOCK] * (3 - ready // 4)]
     return KEY.sign(
         Ticket(
             "p",

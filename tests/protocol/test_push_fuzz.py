@@ -36,7 +36,7 @@ from kvferry.protocol.messages import (
 )
 from kvferry.protocol.producer.producer import Producer
 from kvferry.protocol.producer.push import ProducerSettings
-from kvferry.protocol.tickets import HOLE, Ticket
+from kvferry.protocol.tickets import NO_BLOCK, Ticket
 from kvferry.types import Address, EngineId, EngineIncarnation, Epoch, PeerId, RequestId, Route
 
 NUM_LIVES, NUM_STEPS = 150, 150
@@ -45,7 +45,7 @@ HANDOVERS = {name: push_ticket(name) for name in ("h1", "h2", "h3")}
 
 
 def ticket(request: str, serial: int, ready: int = 8) -> Ticket:
-    runs = [(3, ready // 4)] * (ready >= 4) + [(HOLE, 2 - ready // 4)] * (ready < 8)
+    runs = [(3, ready // 4)] * (ready >= 4) + [(NO_BLOCK, 2 - ready // 4)] * (ready < 8)
     return Ticket("p", "e1", request, serial, "p-host", 5600, 2, 4, [runs], TOKENS, 30.0)
 
 

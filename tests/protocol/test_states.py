@@ -22,7 +22,7 @@ from kvferry.protocol.planning.geometry import (
 )
 from kvferry.protocol.planning.heads import heads_of, rank_mappings
 from kvferry.protocol.planning.plan import check_state_boundary, plan_permutations, plan_read
-from kvferry.protocol.tickets import HOLE
+from kvferry.protocol.tickets import NO_BLOCK
 from kvferry.types import AxisKind, KVLayout, Region
 
 NUM_BLOCKS = 6
@@ -143,8 +143,8 @@ def test_every_rank_gets_its_share_of_every_part(
     remotes = [Side(rank, p_size, p_block, 1) for rank in range(p_size)]
     state = share_state(remotes, 5)
     p_count, d_count = -(-num_tokens // p_block), -(-num_tokens // d_block)
-    theirs = [list(range(p_count)), [HOLE] * (p_count - 1) + [5]]
-    ours = [list(range(d_count)), [HOLE] * (d_count - 1) + [4]]
+    theirs = [list(range(p_count)), [NO_BLOCK] * (p_count - 1) + [5]]
+    ours = [list(range(d_count)), [NO_BLOCK] * (d_count - 1) + [4]]
     for rank in range(d_size):
         local = Side(rank, d_size, d_block, 2)
         read_all(local, remotes, ours, theirs, range(num_tokens))
@@ -164,18 +164,18 @@ def test_every_rank_gets_its_share_of_every_part(
 
 def test_a_read_of_the_first_tokens_leaves_the_state_out() -> None:
     p, d = Side(0, 1, 4, 1), Side(0, 1, 4, 2)
-    ours = theirs = [[0, 1, 2], [HOLE, HOLE, 3]]
+    ours = theirs = [[0, 1, 2], [NO_BLOCK, NO_BLOCK, 3]]
     kv_bytes = 8 * KV_HEADS * KV_ITEM
     assert read_all(d, [p], ours, theirs, range(8)) == kv_bytes
     state_bytes = sum(heads * size for heads, size in PARTS.values())
     assert read_all(d, [p], ours, theirs, range(8, 10)) == kv_bytes // 2 + state_bytes
 
 
-@pytest.mark.parametrize("theirs", [[HOLE, HOLE], [0, HOLE], [0, 99], [0]])
+@pytest.mark.parametrize("theirs", [[NO_BLOCK, NO_BLOCK], [0, NO_BLOCK], [0, 99], [0]])
 def test_a_state_that_the_producer_does_not_hold_is_refused(theirs: list[int]) -> None:
     p, d = Side(0, 1, 4, 1), Side(0, 1, 4, 2)
     with pytest.raises(RemoteProtocolError, match="the ticket's block list"):
-        read_all(d, [p], [[0, 1], [HOLE, 3]], [[0, 1], theirs], range(8))
+        read_all(d, [p], [[0, 1], [NO_BLOCK, 3]], [[0, 1], theirs], range(8))
 
 
 def test_states_after_another_number_of_tokens_are_refused() -> None:

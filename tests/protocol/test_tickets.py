@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from kvferry.errors import InvalidTicket
 from kvferry.protocol.fingerprints import fingerprint
 from kvferry.protocol.tickets import (
-    HOLE,
     MAX_TICKET_CHARS,
+    NO_BLOCK,
     Ticket,
     TicketKey,
     blocks_from_runs,
@@ -145,11 +145,15 @@ def test_fields_out_of_range_are_refused(changes: dict[str, object]) -> None:
         KEY.open(KEY.sign(make_ticket(**changes)))
 
 
-@given(st.lists(st.integers(HOLE, 50)))
+@given(st.lists(st.integers(NO_BLOCK, 50)))
 def test_runs_hold_exactly_the_blocks_in_order(blocks: list[int]) -> None:
     assert list(blocks_from_runs(runs_from_blocks(blocks))) == blocks
 
 
 def test_adjacent_blocks_become_one_run() -> None:
     assert runs_from_blocks([4, 5, 6, 2, 3]) == [(4, 3), (2, 2)]
-    assert runs_from_blocks([HOLE, HOLE, 0, 1, HOLE]) == [(HOLE, 2), (0, 2), (HOLE, 1)]
+    assert runs_from_blocks([NO_BLOCK, NO_BLOCK, 0, 1, NO_BLOCK]) == [
+        (NO_BLOCK, 2),
+        (0, 2),
+        (NO_BLOCK, 1),
+    ]

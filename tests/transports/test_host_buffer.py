@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import LocalProtocolError
-from kvferry.transports.base import HOLE, BlockPermutation, StoreCompletion, StoreHandle
+from kvferry.transports.base import NO_BLOCK, BlockPermutation, StoreCompletion, StoreHandle
 from kvferry.transports.host_buffer.host import CpuHostBuffer
 from kvferry.transports.host_buffer.store import HostBlockStore
 from kvferry.types import MemoryKind, Region
@@ -52,7 +52,7 @@ class Cache:
         assert self.store.poll_interval_s() is None
 
 
-numbers = st.lists(st.integers(0, NUM_BLOCKS - 1) | st.just(HOLE))
+numbers = st.lists(st.integers(0, NUM_BLOCKS - 1) | st.just(NO_BLOCK))
 
 
 @given(st.tuples(numbers, numbers), st.integers(0, 9), st.booleans())
@@ -62,7 +62,7 @@ def test_named_blocks_are_copied_and_nothing_else_is_touched(
     cache = Cache(gap)
     engine, host_buffer = cache.engine.copy(), cache.host_buffer.copy()
     for region, group in enumerate(cache.GROUPS):
-        for block in set(blocks[group]) - {HOLE}:
+        for block in set(blocks[group]) - {NO_BLOCK}:
             if is_save:
                 host_buffer[region, block] = engine[region, block, :BLOCK_BYTES]
             else:

@@ -18,7 +18,7 @@ from tests.worker.world import BLOCK_SIZE, LAYERS, NUM_BLOCKS, SECRET, Place, Si
 from kvferry.events import BytesMoved, Event, LeaseEnded, TransferFailed, TransferFinished
 from kvferry.protocol.fingerprints import Fingerprint, fingerprint
 from kvferry.protocol.tickets import (
-    HOLE,
+    NO_BLOCK,
     PushTicket,
     PushTicketKey,
     Ticket,
@@ -303,7 +303,7 @@ class PushWorld:
 
     def _ticket(self, prefill: Prefill) -> str:
         ready = -(-prefill.computed // BLOCK_SIZE)
-        table = [*prefill.blocks[:ready], *[HOLE] * (len(prefill.blocks) - ready)]
+        table = [*prefill.blocks[:ready], *[NO_BLOCK] * (len(prefill.blocks) - ready)]
         tokens = tokens_of(prefill.prompt, prefill.num_tokens)
         runs = [runs_from_blocks(table)]
         return TicketKey(SECRET).sign(

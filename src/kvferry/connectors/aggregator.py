@@ -24,6 +24,9 @@ class KVOutputAggregator:
         self._sending: OrderedDict[str, set[int]] = OrderedDict()
         self._recving: OrderedDict[str, set[int]] = OrderedDict()
         self._failed: dict[str, str] = {}
+        """The failed receives that some ranks have not finished yet, with a reason."""
+        self._mandatory: set[str] = set()
+        """The subset of `_failed` that is not optional on some rank."""
 
     @property
     def num_partial(self) -> int:
@@ -45,15 +48,17 @@ class KVOutputAggregator:
             reason = self._failed.pop(request)
             if reason:
                 whole.failure_reasons[request] = reason
+            if request not in self._mandatory:
+                whole.optional_failures.add(request)
+        self._mandatory -= whole.failed_recving
         return whole
 
     def _take(self, rank: int, output: KVConnectorOutput, whole: KVConnectorOutput) -> None:
-        if output.expected_finished_count > 0:
-            self._expected = output.expected_finished_count
         for request in output.failed_recving:
             self._failed[request] = self._failed.get(request) or output.failure_reasons.get(
                 request, ""
             )
+        self._mandatory |= output.failed_recving - output.optional_failures
         whole.finished_sending |= self._count(self._sending, rank, output.finished_sending)
         whole.finished_recving |= self._count(self._recving, rank, output.finished_recving)
         whole.given_up_recving |= output.given_up_recving
@@ -86,4 +91,5 @@ class KVOutputAggregator:
         while len(partial) > self._max_partial:
             forgotten, _ = partial.popitem(last=False)
             self._failed.pop(forgotten, None)
+            self._mandatory.discard(forgotten)
         return complete

@@ -3,7 +3,6 @@
 For the embedded engine and for authors of other engines. An instance has the side of its role.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from kvferry.connectors.contract import (
@@ -18,18 +17,15 @@ from kvferry.connectors.contract import (
     SupportsHMA,
     WorkerSide,
 )
-from kvferry.connectors.stats import KVConnectorStats
+from kvferry.connectors.sides import Side
 from kvferry.errors import LocalProtocolError
 
 
 class _Call:
     """A call that a side answers: reading it from a connector returns the side's own method."""
 
-    def __init__(self, side: str) -> None:
+    def __init__(self, side: str, name: str) -> None:
         self._side = side
-        self._name = ""
-
-    def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
     def __get__(self, connector: Any, owner: type) -> Any:
@@ -37,7 +33,9 @@ class _Call:
 
 
 class Connector(KVConnectorBase_V1, SupportsHMA):
-    """The connector that a description describes, in one role."""
+    """The connector that a description describes, in one role. Its side answers every call that
+    this class does not define (see the end of this module).
+    """
 
     def __init__(
         self,
@@ -50,80 +48,41 @@ class Connector(KVConnectorBase_V1, SupportsHMA):
         self.description = description
         self.provides_dummy_kv = description.provides_dummy_kv
         is_scheduler = role is KVConnectorRole.SCHEDULER
-        self._scheduler_side = (
-            description.make_scheduler(config, kv_cache_config) if is_scheduler else None
-        )
-        self._worker_side = (
-            None if is_scheduler else description.make_worker(config, kv_cache_config)
-        )
+        make = description.make_scheduler if is_scheduler else description.make_worker
+        self._side: Any = make(config, kv_cache_config)
+
+    def _side_for(self, role: KVConnectorRole) -> Any:
+        if role is not self._role:
+            raise LocalProtocolError(
+                f"a connector of {self._role} got a call for the connector of {role}; create that "
+                f"one with {role}"
+            )
+        return self._side
 
     @property
     def scheduler_side(self) -> SchedulerSide:
-        if self._scheduler_side is None:
-            raise LocalProtocolError(
-                "a worker's connector got a call for the scheduler's connector; create that one "
-                "with KVConnectorRole.SCHEDULER"
-            )
-        return self._scheduler_side
+        side: SchedulerSide = self._side_for(KVConnectorRole.SCHEDULER)
+        return side
 
     @property
     def worker_side(self) -> WorkerSide:
-        if self._worker_side is None:
-            raise LocalProtocolError(
-                "the scheduler's connector got a call for a worker's connector; create that one "
-                "with KVConnectorRole.WORKER"
-            )
-        return self._worker_side
-
-    # -- both roles --
-
-    def shutdown(self) -> None:
-        (self._scheduler_side or self.worker_side).shutdown()
-
-    def set_wakeup(self, wake: Callable[[], None]) -> None:
-        (self._scheduler_side or self.worker_side).set_wakeup(wake)
+        side: WorkerSide = self._side_for(KVConnectorRole.WORKER)
+        return side
 
     @property
     def needs_polling(self) -> bool:
         return self.description.needs_polling
 
-    def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        return (self._scheduler_side or self.worker_side).get_kv_connector_stats()
-
     # -- scheduler --
 
-    bind_kv_cache_manager: Any = _Call("scheduler_side")
-    build_connector_meta: Any = _Call("scheduler_side")
-    expect_request: Any = _Call("scheduler_side")
-    get_external_cache_hit_sources: Any = _Call("scheduler_side")
-    get_loaded_kv_cache_group_ids: Any = _Call("scheduler_side")
-    get_num_new_matched_tokens: Any = _Call("scheduler_side")
-    has_pending_block_frees: Any = _Call("scheduler_side")
-    has_pending_push_work: Any = _Call("scheduler_side")
-    has_urgent_work: Any = _Call("scheduler_side")
-    needs_slices: Any = _Call("scheduler_side")
-    on_new_request: Any = _Call("scheduler_side")
-    publish_events: Any = _Call("scheduler_side")
-    reclaim_blocks: Any = _Call("scheduler_side")
-    register_finished_partial_tail: Any = _Call("scheduler_side")
-    request_abandoned: Any = _Call("scheduler_side")
-    request_finished_all_groups: Any = _Call("scheduler_side")
-    reset_cache: Any = _Call("scheduler_side")
-    set_weights_version: Any = _Call("scheduler_side")
-    set_xfer_handshake_metadata: Any = _Call("scheduler_side")
-    take_events: Any = _Call("scheduler_side")
-    update_connector_output: Any = _Call("scheduler_side")
-    update_state_after_alloc: Any = _Call("scheduler_side")
-    withdraw: Any = _Call("scheduler_side")
+    build_connector_meta: Any = _Call("scheduler_side", "build_connector_meta")
+    get_num_new_matched_tokens: Any = _Call("scheduler_side", "get_num_new_matched_tokens")
+    request_finished_all_groups: Any = _Call("scheduler_side", "request_finished_all_groups")
+    update_state_after_alloc: Any = _Call("scheduler_side", "update_state_after_alloc")
 
     @property
     def requires_kv_delivery(self) -> bool:
         return super().requires_kv_delivery and self.description.requires_kv_delivery
-
-    def is_load_optional(self, request_id: str) -> bool:
-        return self.description.loads_are_optional or self.scheduler_side.is_load_optional(
-            request_id
-        )
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -132,21 +91,10 @@ class Connector(KVConnectorBase_V1, SupportsHMA):
 
     # -- worker --
 
-    build_connector_worker_meta: Any = _Call("worker_side")
-    finish_forward: Any = _Call("worker_side")
-    get_block_ids_with_load_errors: Any = _Call("worker_side")
-    get_handshake_metadata: Any = _Call("worker_side")
-    get_kv_connector_kv_cache_events: Any = _Call("worker_side")
-    get_transfer_results: Any = _Call("worker_side")
-    handle_preemptions: Any = _Call("worker_side")
-    register_kv_caches: Any = _Call("worker_side")
-    reset_capture_state: Any = _Call("worker_side")
-    restore_kv_caches: Any = _Call("worker_side")
-    save_kv_layer: Any = _Call("worker_side")
-    start_load_kv: Any = _Call("worker_side")
-    unregister_kv_caches: Any = _Call("worker_side")
-    wait_for_layer_load: Any = _Call("worker_side")
-    wait_for_save: Any = _Call("worker_side")
+    save_kv_layer: Any = _Call("worker_side", "save_kv_layer")
+    start_load_kv: Any = _Call("worker_side", "start_load_kv")
+    wait_for_layer_load: Any = _Call("worker_side", "wait_for_layer_load")
+    wait_for_save: Any = _Call("worker_side", "wait_for_save")
 
     def bind_connector_metadata(self, metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(metadata)
@@ -159,3 +107,14 @@ class Connector(KVConnectorBase_V1, SupportsHMA):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         results = self.worker_side.get_transfer_results(finished_req_ids)
         return results.finished_sending, results.finished_recving
+
+
+# The calls that the class defines as a `_Call` itself are abstract in its base class.
+for _side, _calls in (
+    ("_side", Side),
+    ("scheduler_side", SchedulerSide),
+    ("worker_side", WorkerSide),
+):
+    for _name in vars(_calls).keys() - vars(Connector).keys():
+        if not _name.startswith("_"):
+            setattr(Connector, _name, _Call(_side, _name))

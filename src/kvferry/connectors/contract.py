@@ -122,9 +122,6 @@ class KVConnectorBase_V1(SchedulerSide, WorkerSide, ABC):
     def bind_gpu_block_pool(self, pool: Any) -> None:
         return None
 
-    def is_load_optional(self, request_id: str) -> bool:
-        return self.loads_are_optional
-
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:

@@ -22,7 +22,7 @@ from kvferry.connectors.contract import (
     Step,
     WorkerSide,
 )
-from kvferry.protocol.tickets import HOLE
+from kvferry.protocol.tickets import NO_BLOCK
 
 FP8_BYTE = 16
 """What a cache of bytes is filled with: as fp8 of either kind, a small normal number."""
@@ -61,7 +61,7 @@ class DecodeBenchScheduler(SchedulerSide):
         size, end = self._cache.block_size, request.num_tokens - 1
         first, last = (end - num_external_tokens) // size, -(-end // size)
         for found, table in zip(self._next.blocks, blocks.get_block_ids(), strict=True):
-            found += [block for block in table[first:last] if block != HOLE]
+            found += [block for block in table[first:last] if block != NO_BLOCK]
 
     def build_connector_meta(self, scheduler_output: Step) -> FillMetadata:
         metadata, self._next = self._next, self._no_blocks()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvferry.protocol.tickets import HOLE
+from kvferry.protocol.tickets import NO_BLOCK
 
 if TYPE_CHECKING:
     from kvferry.config import KVTransferConfig, SideChannelConfig
@@ -182,7 +182,7 @@ class KVCacheGroup:
         if self.state is None or not num_tokens:
             return list(table[:num_blocks])
         index = (num_tokens - 1) // self.state.block_size
-        return [HOLE] * (num_blocks - 1) + [table[index] if index < len(table) else HOLE]
+        return [NO_BLOCK] * (num_blocks - 1) + [table[index] if index < len(table) else NO_BLOCK]
 
     def first_visible_token(self, position: int) -> int:
         """The first token that the token at `position` attends to. For a state, the token before
@@ -317,41 +317,23 @@ class KVConnectorTransferResults:
     failure_reasons: dict[str, str] = field(default_factory=dict)
     """kvferry only: one sentence per failed receive."""
     optional_failures: set[str] = field(default_factory=set)
-    """kvferry only: failed receives that the engine computes whatever the failure policy says."""
+    """kvferry only: requests with a failed load that the engine computes whatever the failure
+    policy says.
+    """
     given_up_recving: dict[str, str] = field(default_factory=dict)
-    """kvferry only: receives that will fail, with the reason, but whose blocks may still be
-    written. `failed_recving` names the same requests later.
+    """kvferry only: receives that will fail the request, with the reason, but whose blocks may
+    still be written. `failed_recving` names the same requests later.
     """
     recving_times: "dict[str, list[TransferTimes]]" = field(default_factory=dict)
     """kvferry only: timings of receives that ended, one entry per rank that reports timings."""
 
 
 @dataclass(slots=True)
-class KVConnectorOutput:
+class KVConnectorOutput(KVConnectorTransferResults):
     """The workers' report of one step, of one rank or aggregated over ranks."""
 
-    finished_sending: set[str] = field(default_factory=set)
-    finished_recving: set[str] = field(default_factory=set)
-    failed_recving: set[str] = field(default_factory=set)
-    failure_reasons: dict[str, str] = field(default_factory=dict)
-    given_up_recving: dict[str, str] = field(default_factory=dict)
-    recving_times: "dict[str, list[TransferTimes]]" = field(default_factory=dict)
     invalid_block_ids: set[int] = field(default_factory=set)
     kv_connector_stats: "KVConnectorStats | None" = None
     kv_cache_events: Any = None
     kv_connector_worker_meta: KVConnectorWorkerMetadata | None = None
     expected_finished_count: int = 0
-
-    @property
-    def is_empty(self) -> bool:
-        return not (
-            self.finished_sending
-            or self.finished_recving
-            or self.failed_recving
-            or self.given_up_recving
-            or self.invalid_block_ids
-            or self.kv_connector_stats
-            or self.kv_cache_events
-            or self.kv_connector_worker_meta
-            or self.expected_finished_count
-        )

@@ -155,8 +155,7 @@ class ExampleScheduler(contract.SchedulerSide):
         self._prompts.clear()
 
     def get_kv_connector_stats(self) -> OffloadStats | None:
-        stats, self._stats = self._stats, OffloadStats()
-        return None if stats.is_empty() else stats
+        return self._stats.drain()
 
 
 class ExampleWorker(contract.WorkerSide):
@@ -210,8 +209,7 @@ class ExampleWorker(contract.WorkerSide):
         return LoadsEnded(frozenset({self._step.number})) if self._step.loads else None
 
     def get_kv_connector_stats(self) -> OffloadStats | None:
-        stats, self._stats = self._stats, OffloadStats()
-        return None if stats.is_empty() else stats
+        return self._stats.drain()
 
 
 ExampleConnector = contract.ConnectorDescription(

@@ -49,9 +49,8 @@ class KVConnectorFactory:
         cls, config: ConnectorConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> KVConnectorBase_V1:
         """Build the configured connector; `ConfigError` if it cannot serve this cache."""
+        description = cls.describe_for(config.kv_transfer, kv_cache_config)
         found = cls._find(config.kv_transfer)
-        description = cls.describe(config.kv_transfer)
-        check_cache(config.kv_transfer.kv_connector, description, kv_cache_config)
         if isinstance(found, type):
             return found(config, role, kv_cache_config)
         return Connector(description, config, role, kv_cache_config)
@@ -63,6 +62,13 @@ class KVConnectorFactory:
         if isinstance(found, type):
             return _description_of(found)
         return found if found.configured is None else found.configured(transfer)
+
+    @classmethod
+    def describe_for(cls, transfer: KVTransferConfig, cache: KVCacheConfig) -> ConnectorDescription:
+        """The configured connector; `ConfigError` if it cannot serve this cache."""
+        description = cls.describe(transfer)
+        check_cache(transfer.kv_connector, description, cache)
+        return description
 
     @classmethod
     def _find(cls, transfer: KVTransferConfig) -> ConnectorDescription | type[KVConnectorBase_V1]:

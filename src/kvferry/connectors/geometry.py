@@ -5,7 +5,7 @@ Pure, except that `geometry_of` reads the addresses of tensors.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 
 from kvferry.connectors.contract import (
@@ -233,7 +233,8 @@ ALIGNMENT = 4096
 
 def host_buffer_bytes(regions: Sequence[Region]) -> int:
     """The size of a host buffer that holds these regions."""
-    return sum(pages.padded_bytes for pages in _pages(regions))
+    num_bytes, _ = _packed(regions)
+    return num_bytes
 
 
 def host_buffer_regions(regions: Sequence[Region], address: int) -> tuple[Region, ...]:
@@ -241,49 +242,35 @@ def host_buffer_regions(regions: Sequence[Region], address: int) -> tuple[Region
     share memory (groups whose layers use the blocks of one tensor in turn) share their part of the
     host buffer.
     """
-    moved: dict[Region, Region] = {}
-    for pages in _pages(regions):
-        for region in pages.regions:
-            moved[region] = replace(
-                region,
-                address=address + region.address - pages.address,
-                stride_bytes=pages.page_bytes,
-                memory=MemoryKind.DRAM,
-                device=0,
-            )
-        address += pages.padded_bytes
-    return tuple(moved[region] for region in regions)
+    _, places = _packed(regions)
+    in_host_memory = [replace(region, memory=MemoryKind.DRAM, device=0) for region in regions]
+    return tuple(
+        replace(moved, address=address + places[region][0], stride_bytes=places[region][1])
+        for region, moved in zip(regions, in_host_memory, strict=True)
+    )
 
 
-@dataclass(slots=True)
-class _Pages:
-    """Equally many pages of memory, one per block, and the regions whose blocks lie within them."""
-
-    address: int
-    stride_bytes: int
-    num_blocks: int
-    regions: list[Region]
-
-    @property
-    def page_bytes(self) -> int:
-        return max(region.address + region.block_bytes for region in self.regions) - self.address
-
-    @property
-    def padded_bytes(self) -> int:
-        return -(-self.page_bytes * self.num_blocks // ALIGNMENT) * ALIGNMENT
-
-
-def _pages(regions: Sequence[Region]) -> list[_Pages]:
-    found: list[_Pages] = []
+def _packed(regions: Sequence[Region]) -> tuple[int, dict[Region, tuple[int, int]]]:
+    """The size of a host buffer, and each region's offset in it with the size of its pages. A page
+    holds one block of each of the regions that share memory.
+    """
+    sharing: list[list[Region]] = []
     for region in sorted(regions, key=lambda region: region.address):
-        last = found[-1] if found else None
+        first = sharing[-1][0] if sharing else None
         if (
-            last is not None
-            and region.stride_bytes == last.stride_bytes
-            and region.num_blocks == last.num_blocks
-            and region.address + region.block_bytes <= last.address + last.stride_bytes
+            first is not None
+            and region.stride_bytes == first.stride_bytes
+            and region.num_blocks == first.num_blocks
+            and region.address + region.block_bytes <= first.address + first.stride_bytes
         ):
-            last.regions.append(region)
+            sharing[-1].append(region)
         else:
-            found.append(_Pages(region.address, region.stride_bytes, region.num_blocks, [region]))
-    return found
+            sharing.append([region])
+    num_bytes, places = 0, {}
+    for members in sharing:
+        start = members[0].address
+        page_bytes = max(region.address + region.block_bytes for region in members) - start
+        for region in members:
+            places[region] = num_bytes + region.address - start, page_bytes
+        num_bytes += -(-page_bytes * members[0].num_blocks // ALIGNMENT) * ALIGNMENT
+    return num_bytes, places

@@ -42,7 +42,25 @@ BlockTables = tuple[list[int], ...]
 """The blocks of a request in each KV-cache group."""
 
 
-class SchedulerSide(Protocol):
+class Side(Protocol):
+    """The calls that both sides have."""
+
+    def set_wakeup(self, wake: Callable[[], None]) -> None:
+        """kvferry only. Set the callback that asks the engine to step soon and collect results. Any
+        thread may call `wake`.
+        """
+        return None
+
+    def get_kv_connector_stats(self) -> "KVConnectorStats | None":
+        """The stats since the last call."""
+        return None
+
+    def shutdown(self) -> None:
+        """Stop all threads and release all resources. Idempotent."""
+        return None
+
+
+class SchedulerSide(Side, Protocol):
     """A connector in the process that schedules, on the engine's main thread. No call may block."""
 
     # -- requests --
@@ -84,12 +102,6 @@ class SchedulerSide(Protocol):
         self, request: Request, num_external_tokens: int
     ) -> Mapping[Any, int]:
         return {}
-
-    def is_load_optional(self, request_id: str) -> bool:
-        """kvferry only. Whether the engine must compute a request whose load has failed, regardless
-        of the failure policy.
-        """
-        return False
 
     def withdraw(self, request_id: str) -> None:
         """kvferry only. Save nothing more of a request: its salt may not fit its KV any more."""
@@ -161,12 +173,6 @@ class SchedulerSide(Protocol):
         """
         return None
 
-    def set_wakeup(self, wake: Callable[[], None]) -> None:
-        """kvferry only. Set the callback that asks the engine to step soon and collect results. Any
-        thread may call `wake`.
-        """
-        return None
-
     def set_weights_version(self, version: str) -> None:
         """kvferry only. Exchange KV only with engines whose weights have this version."""
         return None
@@ -184,16 +190,8 @@ class SchedulerSide(Protocol):
     def take_events(self) -> Iterable[Any]:
         return ()
 
-    def get_kv_connector_stats(self) -> "KVConnectorStats | None":
-        """The stats since the last call."""
-        return None
 
-    def shutdown(self) -> None:
-        """Stop all threads and release all resources. Idempotent."""
-        return None
-
-
-class WorkerSide(Protocol):
+class WorkerSide(Side, Protocol):
     """A connector in the process of one tensor-parallel rank, on the rank's main thread."""
 
     def register_kv_caches(self, kv_caches: Mapping[str, KVTensor]) -> None:
@@ -214,10 +212,6 @@ class WorkerSide(Protocol):
         return None
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return None
-
-    def set_wakeup(self, wake: Callable[[], None]) -> None:
-        """kvferry only. As `SchedulerSide.set_wakeup`."""
         return None
 
     # -- a step, in the order of the calls --
@@ -268,15 +262,7 @@ class WorkerSide(Protocol):
     def clear_connector_metadata(self) -> None:
         return None
 
-    def get_kv_connector_stats(self) -> "KVConnectorStats | None":
-        """The stats since the last call."""
-        return None
-
     def reset_capture_state(self) -> None:
-        return None
-
-    def shutdown(self) -> None:
-        """Stop all threads and release all resources. Idempotent."""
         return None
 
 

@@ -6,8 +6,9 @@ connector brings its own subclasses.
 """
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 COUNTERS: Mapping[str, str] = {
     "transfers": "Transfers that succeeded.",
@@ -74,58 +75,14 @@ NIXL_COUNTERS: Mapping[str, tuple[str, ...]] = {
 }
 """vLLM's metric names, and the counters of kvferry that each one sums."""
 
+_MILLISECONDS = (0.1, 0.5, 1, 5, 10, 25, 50, 75, 100, 200, 300, 500, 750, 1000, 5000)
+_SECONDS = tuple(ms / 1000 for ms in _MILLISECONDS)
+_COUNTS = (10, 20, 30, 50, 75, 100, 200, 400, 1000, 2000, 4000, 10_000, 20_000, 50_000)
 HISTOGRAMS: Mapping[str, tuple[float, ...]] = {
-    "xfer_time_seconds": (
-        0.0001,
-        0.0005,
-        0.001,
-        0.005,
-        0.01,
-        0.025,
-        0.05,
-        0.075,
-        0.1,
-        0.2,
-        0.3,
-        0.5,
-        0.75,
-        1.0,
-        5.0,
-    ),
-    "post_time_seconds": (
-        0.0001,
-        0.0005,
-        0.001,
-        0.005,
-        0.01,
-        0.025,
-        0.05,
-        0.075,
-        0.1,
-        0.2,
-        0.3,
-        0.5,
-        0.75,
-        1.0,
-        5.0,
-    ),
+    "xfer_time_seconds": _SECONDS,
+    "post_time_seconds": _SECONDS,
     "bytes_transferred": tuple(float(2**power) for power in range(11, 34, 2)),
-    "num_descriptors": (
-        10.0,
-        20.0,
-        30.0,
-        50.0,
-        75.0,
-        100.0,
-        200.0,
-        400.0,
-        1000.0,
-        2000.0,
-        4000.0,
-        10_000.0,
-        20_000.0,
-        50_000.0,
-    ),
+    "num_descriptors": tuple(map(float, _COUNTS)),
 }
 """The upper bounds of the buckets: vLLM's bounds, with finer bounds below for same-host transports.
 """
@@ -151,6 +108,14 @@ class KVConnectorStats:
 
     def is_empty(self) -> bool:
         return not self.data
+
+    def drain(self) -> Self | None:
+        """Return the numbers as another object, and reset this one; None if there are none."""
+        if self.is_empty():
+            return None
+        drained = copy(self)
+        self.reset()
+        return drained
 
     def to_dict(self) -> dict[str, Any]:
         return dict(self.data)

@@ -11,7 +11,7 @@ Pure except for the calls to the connector's scheduler role.
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from kvferry.connectors.contract import KVConnectorBase_V1, RequestStatus
+from kvferry.connectors.contract import RequestStatus, SchedulerSide
 from kvferry.engine.cache.allocator import BlockAllocation, BlockAllocator
 from kvferry.engine.cache.blocks import BlockTable
 from kvferry.engine.cache.prefix import CachedPrefix
@@ -86,7 +86,7 @@ class Batcher:
     allocator: BlockAllocator
     queues: SequenceQueues
     counters: Counters
-    connector: KVConnectorBase_V1 | None
+    connector: SchedulerSide | None
 
     def build(self) -> StepBatch:
         batch = StepBatch(self.limits)

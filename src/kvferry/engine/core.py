@@ -29,10 +29,11 @@ import msgspec
 
 from kvferry.connectors.aggregator import KVOutputAggregator
 from kvferry.connectors.contract import (
+    ConnectorDescription,
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
-    KVConnectorRole,
     ParallelConfig,
+    SchedulerSide,
 )
 from kvferry.connectors.factory import KVConnectorFactory
 from kvferry.engine.ipc import FrameSocket, Wakeup
@@ -219,10 +220,11 @@ class EngineCore:
         self,
         api: "_ApiPipe",
         executor: Executor,
-        connector: KVConnectorBase_V1 | None,
+        connector: SchedulerSide | None,
         limits: SchedulerLimits,
         wakeup: Wakeup,
-        tracer: "EngineTracer | None" = None,
+        tracer: "EngineTracer | None",
+        must_poll: bool,
     ) -> None:
         self._api = api
         self._executor = executor
@@ -236,7 +238,7 @@ class EngineCore:
         self._remaining: Remaining | None = None
         self._is_step_due = False
         self._has_slept = True
-        self._must_poll = connector is not None and connector.needs_polling
+        self._must_poll = must_poll
 
     @classmethod
     def start(cls, setup: EngineSetup, api: "_ApiPipe", wakeup: Wakeup) -> "EngineCore":
@@ -245,14 +247,16 @@ class EngineCore:
             executor = Executor.start(setup, wakeup.wake, api.report_stage)
             undo.callback(executor.close)
             limits = limits_of(setup, executor.worker)
-            connector = None
+            connector, must_poll = None, False
             if setup.options.kv_transfer is not None:
                 api.report_stage("starting the connector")
-                connector = _scheduler_connector(setup, executor, wakeup.wake, undo)
-                if connector.provides_dummy_kv and limits.enable_prefix_caching:
-                    _log.info("prefix caching is off, because the connector makes up KV")
-                    limits = replace(limits, enable_prefix_caching=False)
-            core = cls(api, executor, connector, limits, wakeup, _make_tracer(setup))
+                description = KVConnectorFactory.describe_for(
+                    setup.options.kv_transfer, executor.worker.kv_cache_config
+                )
+                connector = _make_scheduler_side(description, setup, executor, wakeup.wake, undo)
+                limits, must_poll = _adapted(limits, description), description.needs_polling
+            tracer = _make_tracer(setup)
+            core = cls(api, executor, connector, limits, wakeup, tracer, must_poll)
             if connector is not None:
                 connector.bind_kv_cache_manager(core._scheduler)
             # Ignore SIGTERM from here on, like SIGINT, before the API process learns that the core
@@ -533,21 +537,32 @@ def _make_tracer(setup: EngineSetup) -> "EngineTracer | None":
     return EngineTracer(TraceExporter(options.otlp_traces_endpoint, "kvferry-engine", attributes))
 
 
-def _scheduler_connector(
-    setup: EngineSetup, executor: Executor, wake: Callable[[], None], undo: contextlib.ExitStack
-) -> KVConnectorBase_V1:
+def _adapted(limits: SchedulerLimits, description: ConnectorDescription) -> SchedulerLimits:
+    """The limits of an engine with this connector."""
+    if description.provides_dummy_kv and limits.enable_prefix_caching:
+        _log.info("prefix caching is off, because the connector makes up KV")
+        limits = replace(limits, enable_prefix_caching=False)
+    if description.loads_are_optional:
+        limits = replace(limits, load_failure_policy=FailurePolicy.RECOMPUTE)
+    return limits
+
+
+def _make_scheduler_side(
+    description: ConnectorDescription,
+    setup: EngineSetup,
+    executor: Executor,
+    wake: Callable[[], None],
+    undo: contextlib.ExitStack,
+) -> SchedulerSide:
     worker = executor.worker
     config = connector_config(
         setup, worker.runner, ParallelConfig(setup.options.tensor_parallel_size, 0)
     )
-    connector = KVConnectorFactory.create_connector(
-        config, KVConnectorRole.SCHEDULER, worker.kv_cache_config
-    )
+    connector = description.make_scheduler(config, worker.kv_cache_config)
     undo.callback(connector.shutdown)
     connector.set_wakeup(wake)
-    expected = connector.get_finished_count()
-    if expected is not None:
-        executor.expect_reports(expected)
+    if isinstance(connector, KVConnectorBase_V1) and (count := connector.get_finished_count()):
+        executor.expect_reports(count)
     if executor.handshakes:
         connector.set_xfer_handshake_metadata(executor.handshakes)
     return connector

@@ -50,7 +50,7 @@ class SequenceSlice:
     block_ids: tuple[tuple[int, ...], ...]
     """The whole block table of the sequence per KV-cache group, from token 0 on.
 
-    Each table has room for `start + len(token_ids)` tokens. `HOLE` marks a block that was freed
+    Each table has room for `start + len(token_ids)` tokens. `NO_BLOCK` marks a block that was freed
     because no token from `start` on attends to it.
     """
     sampling: SamplingParams | None

@@ -12,12 +12,11 @@ import torch
 from kvferry.connectors.contract import (
     ConnectorConfig,
     KVCacheConfig,
-    KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorOutput,
-    KVConnectorRole,
     ModelIdentity,
     ParallelConfig,
+    WorkerSide,
 )
 from kvferry.connectors.factory import KVConnectorFactory
 from kvferry.engine.cache.layout import CacheLayout, LayerCache, StateCache, plan_cache_layout
@@ -268,13 +267,11 @@ class Runner:
 class Worker:
     """Owns the runner, the cache and the worker's connector, from `start` until `close`."""
 
-    def __init__(
-        self, runner: Runner, kv_cache_config: KVCacheConfig, connector: KVConnectorBase_V1 | None
-    ) -> None:
+    def __init__(self, runner: Runner, kv_cache_config: KVCacheConfig) -> None:
         self._runner = runner
         self._kv_cache_config = kv_cache_config
-        self._connector = connector
-        self._hooks = None if connector is None else _ConnectorHooks(connector)
+        self._connector: WorkerSide | None = None
+        self._hooks: _ConnectorHooks | None = None
 
     @classmethod
     def start(
@@ -295,7 +292,7 @@ class Worker:
             runner.load()
             report_stage("allocating the KV cache")
             kv_cache_config = runner.allocate_cache(setup.kit)
-            worker = cls(runner, kv_cache_config, None)
+            worker = cls(runner, kv_cache_config)
             if setup.options.kv_transfer is not None:
                 report_stage("registering the KV cache")
                 worker._connect(setup, parallel, wake)
@@ -307,10 +304,9 @@ class Worker:
     def _connect(
         self, setup: EngineSetup, parallel: ParallelConfig, wake: Callable[[], None]
     ) -> None:
-        config = connector_config(setup, self._runner, parallel)
-        connector = KVConnectorFactory.create_connector(
-            config, KVConnectorRole.WORKER, self._kv_cache_config
-        )
+        config, cache = connector_config(setup, self._runner, parallel), self._kv_cache_config
+        description = KVConnectorFactory.describe_for(config.kv_transfer, cache)
+        connector = description.make_worker(config, cache)
         try:
             connector.set_wakeup(wake)
             connector.register_kv_caches(self._runner.kv_caches)
@@ -336,7 +332,7 @@ class Worker:
         metadata = plan.connector_metadata
         if metadata is None:
             raise LocalProtocolError(f"step {plan.step} has no metadata for the connector")
-        # The order of these calls is the connector contract (see kvferry/connectors/contract.py).
+        # The order of these calls is the connector contract (see kvferry/connectors/sides.py).
         self._connector.handle_preemptions(metadata)
         self._connector.bind_connector_metadata(metadata)
         self._connector.start_load_kv(plan)
@@ -347,13 +343,14 @@ class Worker:
         self._connector.clear_connector_metadata()
         return StepResult(tokens, output)
 
-    def _collect(self, connector: KVConnectorBase_V1, plan: StepPlan) -> KVConnectorOutput:
+    def _collect(self, connector: WorkerSide, plan: StepPlan) -> KVConnectorOutput:
         results = connector.get_transfer_results(set(plan.finished_request_ids))
         return KVConnectorOutput(
             finished_sending=results.finished_sending,
             finished_recving=results.finished_recving,
             failed_recving=results.failed_recving,
             failure_reasons=results.failure_reasons,
+            optional_failures=results.optional_failures,
             given_up_recving=results.given_up_recving,
             recving_times=results.recving_times,
             invalid_block_ids=connector.get_block_ids_with_load_errors(),
@@ -378,7 +375,7 @@ class Worker:
 class _ConnectorHooks:
     """Calls the connector before and after each layer of the forward pass."""
 
-    def __init__(self, connector: KVConnectorBase_V1) -> None:
+    def __init__(self, connector: WorkerSide) -> None:
         self._connector = connector
 
     def before_layer(self, layer_name: str) -> None:

@@ -18,12 +18,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.connectors.contract import (
-    KVConnectorBase_V1,
-    KVConnectorOutput,
-    RequestStatus,
-    SupportsHMA,
-)
+from kvferry.connectors.contract import KVConnectorOutput, RequestStatus, SchedulerSide
 from kvferry.engine.batch import Batcher, StepBatch
 from kvferry.engine.cache.allocator import BlockAllocator
 from kvferry.engine.cache.blocks import BlockPool
@@ -55,9 +50,7 @@ _BAD_REQUEST, _BAD_GATEWAY = 400, 502
 class Scheduler:
     """Owns the sequences and blocks of one engine and drives the connector's scheduler role."""
 
-    def __init__(
-        self, limits: SchedulerLimits, connector: KVConnectorBase_V1 | None = None
-    ) -> None:
+    def __init__(self, limits: SchedulerLimits, connector: SchedulerSide | None = None) -> None:
         self._limits = limits
         self._connector = connector
         self._pool = BlockPool(limits.num_blocks, len(limits.groups))
@@ -68,6 +61,7 @@ class Scheduler:
         self._batch = StepBatch(limits)
         self._finished_ids: set[str] = set()
         self._load_failures: dict[str, str] = {}
+        self._optional_failures: set[str] = set()
         self._warnings: list[str] = []
         self._num_steps = 0
         self._has_changed = False
@@ -215,22 +209,15 @@ class Scheduler:
                 # The peer computes the last token again, so the peer needs only the blocks which
                 # that last token attends to.
                 self._allocator.free_unseen_blocks(seq, max(0, seq.num_computed_tokens - 1))
-            is_delayed, params = self._notify_connector(self._connector, seq)
+            num_blocks = self._limits.blocks_for(seq.num_computed_tokens)
+            block_ids = tuple(table.block_ids[:num_blocks] for table in seq.tables) or tuple(
+                [] for _ in self._limits.groups
+            )
+            is_delayed, params = self._connector.request_finished_all_groups(seq, block_ids)
             if is_delayed:
                 seq.hold |= Hold.SENDING
         self._release_or_hold(seq)
         return params
-
-    def _notify_connector(
-        self, connector: KVConnectorBase_V1, seq: Sequence
-    ) -> tuple[bool, dict[str, Any] | None]:
-        num_blocks = self._limits.blocks_for(seq.num_computed_tokens)
-        block_ids = tuple(table.block_ids[:num_blocks] for table in seq.tables) or tuple(
-            [] for _ in self._limits.groups
-        )
-        if isinstance(connector, SupportsHMA):
-            return connector.request_finished_all_groups(seq, block_ids)
-        return connector.request_finished(seq, block_ids[0])
 
     def _release_or_hold(self, seq: Sequence) -> None:
         """Forget a finished request, or hold its blocks while a load or a peer uses the blocks."""
@@ -271,6 +258,7 @@ class Scheduler:
                 self._has_changed or connector_output.kv_connector_worker_meta is not None
             )
             # Invalid blocks first: a sequence that used an invalid block must not advance below.
+            self._optional_failures |= connector_output.optional_failures
             outputs += self._drop_invalid(connector_output.invalid_block_ids)
         for part in plan.slices:
             output = self._advance(part, result.tokens.get(part.request_id))
@@ -278,6 +266,7 @@ class Scheduler:
                 outputs.append(output)
         if connector_output is not None:
             outputs += self._take_transfers(connector_output)
+            self._optional_failures &= self._load_failures.keys()
         self._has_changed = self._has_changed or bool(plan.slices)
         return outputs
 
@@ -345,15 +334,11 @@ class Scheduler:
             (self._queues.loading.get(request_id), reason)
             for request_id, reason in sorted(given_up.items())
         ]
-        lost = [
-            (seq, reason)
+        return [
+            self._fail(seq, _fetch_error(reason), _BAD_GATEWAY)
             for seq, reason in loading
-            if seq and not seq.status.is_finished and not self._is_optional(seq)
+            if seq and not seq.status.is_finished
         ]
-        return [self._fail(seq, _fetch_error(reason), _BAD_GATEWAY) for seq, reason in lost]
-
-    def _is_optional(self, seq: Sequence) -> bool:
-        return self._connector is not None and self._connector.is_load_optional(seq.request_id)
 
     def _end_load(self, request_id: str) -> list[RequestOutput]:
         seq = self._queues.loading.pop(request_id, None)
@@ -387,7 +372,8 @@ class Scheduler:
         The failure policy decides. A load that was only meant to save computation never fails the
         request.
         """
-        if self._limits.load_failure_policy is FailurePolicy.FAIL and not self._is_optional(seq):
+        is_optional = seq.request_id in self._optional_failures
+        if self._limits.load_failure_policy is FailurePolicy.FAIL and not is_optional:
             return [self._fail(seq, _fetch_error(failure), _BAD_GATEWAY)]
         self._warnings.append(
             f"request={seq.request_id} is computed here, because fetching its KV failed: {failure}"

@@ -46,7 +46,7 @@ MAX_GROUPS = 1000
 MAX_TOKENS = 1 << 40
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 BlockNumber = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)]
-"""A block id; -1 (`tickets.HOLE`) means that there is no block for these tokens."""
+"""A block id; -1 (`tickets.NO_BLOCK`) means that there is no block for these tokens."""
 
 
 class HandshakeRequest(msgspec.Struct, frozen=True, tag=True):

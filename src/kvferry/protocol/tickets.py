@@ -27,7 +27,7 @@ MAX_TICKET_NAME_CHARS = 512
 """Maximum length of an engine id, an epoch and a request id. Half of `messages.MAX_NAME_CHARS`,
 because a reader's name joins an engine id and a request id.
 """
-HOLE = -1
+NO_BLOCK = -1
 """Entry of a block list for tokens without a block, because no later token attends to these tokens
 in this KV-cache group. In push, also for tokens that have not been computed yet.
 """
@@ -51,7 +51,7 @@ class Ticket(msgspec.Struct, frozen=True):
     block_size: int
     block_runs: list[list[tuple[int, int]]]
     """For each KV-cache group, the ranges of adjacent blocks as (first block, count), in token
-    order. If the first block is `HOLE`, the range stands for `count` missing blocks.
+    order. If the first block is `NO_BLOCK`, the range stands for `count` missing blocks.
     """
     tokens: Fingerprint
     lease_ttl_s: float = msgspec.field(name="ttl_s")
@@ -85,7 +85,7 @@ class Ticket(msgspec.Struct, frozen=True):
         return self.tokens.num_tokens
 
     def block_ids(self) -> tuple[tuple[int, ...], ...]:
-        """Return the block ids of each KV-cache group, from token 0, with `HOLE` for a gap."""
+        """Return the block ids of each KV-cache group, from token 0, with `NO_BLOCK` for a gap."""
         return tuple(blocks_from_runs(runs) for runs in self.block_runs)
 
 
@@ -145,7 +145,7 @@ def runs_from_blocks(block_ids: Iterable[int]) -> list[tuple[int, int]]:
     runs: list[tuple[int, int]] = []
     for block in block_ids:
         first, count = runs[-1] if runs else (0, 0)
-        if runs and block == (HOLE if first == HOLE else first + count):
+        if runs and block == (NO_BLOCK if first == NO_BLOCK else first + count):
             runs[-1] = (first, count + 1)
         else:
             runs.append((block, 1))
@@ -157,7 +157,7 @@ def blocks_from_runs(runs: Sequence[tuple[int, int]]) -> tuple[int, ...]:
     return tuple(
         block
         for first, count in runs
-        for block in ([HOLE] * count if first == HOLE else range(first, first + count))
+        for block in ([NO_BLOCK] * count if first == NO_BLOCK else range(first, first + count))
     )
 
 
@@ -198,7 +198,7 @@ def _check_ranges(ticket: Ticket) -> None:
         and 0 < ticket.lease_ttl_s < 1e9
         and 0 <= ticket.renewal_s < 1e9
         and all(count > 0 for count in counts)
-        and all(first == HOLE or 0 <= first < MAX_BLOCK_ID for first in firsts)
+        and all(first == NO_BLOCK or 0 <= first < MAX_BLOCK_ID for first in firsts)
         and sum(counts) <= MAX_BLOCKS
         and len(ticket.block_runs) > 0
         and all(sum(count for _, count in runs) == needed for runs in ticket.block_runs)

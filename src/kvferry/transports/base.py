@@ -21,12 +21,12 @@ from typing import NewType, Protocol
 from kvferry.errors import LocalProtocolError
 from kvferry.protocol.messages import MAX_MESSAGE_BYTES
 from kvferry.protocol.planning.plan import BlockPermutation, Segments
-from kvferry.protocol.tickets import HOLE
+from kvferry.protocol.tickets import NO_BLOCK
 from kvferry.types import PeerId, Region, Route
 
 __all__ = [
-    "HOLE",
     "MAX_MESSAGE_BYTES",
+    "NO_BLOCK",
     "BlockPermutation",
     "BlockStore",
     "CacheMemory",

@@ -13,7 +13,7 @@ from vllm.v1.request import RequestStatus
 
 from kvferry.connectors.contract import Request, Step
 from kvferry.connectors.multi.requests import LimitedRequest, LimitedStep
-from kvferry.protocol.tickets import HOLE
+from kvferry.protocol.tickets import NO_BLOCK
 from kvferry.vllm.engine.progress import VllmStep
 from kvferry.vllm.messages import VllmOutput
 from kvferry.vllm.translate import NULL_BLOCK, BlocksView, VllmRequestView
@@ -61,9 +61,6 @@ class ForeignConnector:
 
     def publish_events(self, describe: object) -> None:
         return None
-
-    def is_load_optional(self, request_id: str) -> bool:
-        return False
 
     def has_urgent_work(self) -> bool:
         return bool(self.connector.has_pending_push_work())
@@ -147,7 +144,7 @@ def _theirs(request: Request) -> Any:
 
 
 def _holes_as_null_blocks(block_ids: list[int]) -> list[int]:
-    return [NULL_BLOCK if block == HOLE else block for block in block_ids]
+    return [NULL_BLOCK if block == NO_BLOCK else block for block in block_ids]
 
 
 def _partly_computed(scheduler_output: Any) -> set[str]:

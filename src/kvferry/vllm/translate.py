@@ -23,7 +23,7 @@ from kvferry.connectors.contract import (
     RequestStatus,
 )
 from kvferry.errors import ConfigError
-from kvferry.protocol.tickets import HOLE
+from kvferry.protocol.tickets import NO_BLOCK
 from kvferry.transports.registry import ConfiguredTransportKit
 from kvferry.vllm.compatibility import layer_specs
 from kvferry.vllm.engine.progress import PrefillProgress
@@ -160,7 +160,7 @@ class BlocksView:
 
 
 def null_blocks_as_holes(block_ids: Sequence[int]) -> list[int]:
-    return [HOLE if block == NULL_BLOCK else block for block in block_ids]
+    return [NO_BLOCK if block == NULL_BLOCK else block for block in block_ids]
 
 
 def strip_transfer_params(request: Any) -> None:

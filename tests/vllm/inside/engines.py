@@ -578,11 +578,11 @@ class Engine:
         return {name: value for name, value in held.items() if value}
 
     def _held_for_peers(self, half: Any) -> dict[str, Any]:
-        mode = half._context.mode  # noqa: SLF001
+        mode = half._mode  # noqa: SLF001
         pushes = isinstance(mode, PushMode)
         return {
-            "offers": dict(half._loads._loads._offers),  # noqa: SLF001
-            "loads": set(half._loads._loads._loading),  # noqa: SLF001
+            "offers": dict(half._loads._offers),  # noqa: SLF001
+            "loads": set(half._loads._loading),  # noqa: SLF001
             "commands": list(half._context.commands),  # noqa: SLF001
             "leases": self.transfer_worker.leases,
             "transfers": self.transfer_worker.transfers,

@@ -67,7 +67,6 @@ KVFERRY_ONLY = {
     "publish_events",
     "request_finished_all_groups",
     "withdraw",
-    "is_load_optional",
     "prefer_cross_layer_blocks",
     "register_cross_layers_kv_cache",
     "request_abandoned",
@@ -265,7 +264,7 @@ def test_our_own_contract_has_the_names_of_vllms() -> None:
         (
             KVConnectorOutput,
             contract.KVConnectorOutput,
-            {"failure_reasons", "given_up_recving", "recving_times"},
+            {"failure_reasons", "given_up_recving", "optional_failures", "recving_times"},
         ),
     ],
 )

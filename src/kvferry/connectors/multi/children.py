@@ -336,7 +336,6 @@ _CHECKS: Mapping[str, Callable[[Any], Any]] = {
     "has_pending_push_work": bool,
     "has_urgent_work": bool,
     "has_pending_block_frees": bool,
-    "is_load_optional": bool,
     # A child may make its events while they are listed.
     "take_events": lambda answer: list(answer or ()),
 }

@@ -39,14 +39,12 @@ class MultiWorkerMetadata(KVConnectorWorkerMetadata):
     """The own messages of each child, from the ranks that have one."""
     failed: dict[str, set[int]] = field(default_factory=dict)
     """Requests whose load has failed, with the children that failed."""
-    given_up: dict[str, set[int]] = field(default_factory=dict)
-    """Requests whose load will fail, with the children that gave up."""
     disabled: dict[int, str] = field(default_factory=dict)
     """Children that failed on a rank, with the reason."""
 
     @property
     def is_empty(self) -> bool:
-        return not (self.parts or self.failed or self.given_up or self.disabled)
+        return not (self.parts or self.failed or self.disabled)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "MultiWorkerMetadata":
         assert isinstance(other, MultiWorkerMetadata)
@@ -54,19 +52,11 @@ class MultiWorkerMetadata(KVConnectorWorkerMetadata):
             child: [*self.parts.get(child, ()), *other.parts.get(child, ())]
             for child in self.parts.keys() | other.parts.keys()
         }
-        return MultiWorkerMetadata(
-            parts,
-            _united(self.failed, other.failed),
-            _united(self.given_up, other.given_up),
-            {**other.disabled, **self.disabled},
-        )
-
-
-def _united(one: Mapping[str, set[int]], other: Mapping[str, set[int]]) -> dict[str, set[int]]:
-    return {
-        request: one.get(request, set()) | other.get(request, set())
-        for request in one.keys() | other.keys()
-    }
+        failed = {
+            request: self.failed.get(request, set()) | other.failed.get(request, set())
+            for request in self.failed.keys() | other.failed.keys()
+        }
+        return MultiWorkerMetadata(parts, failed, {**other.disabled, **self.disabled})
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,8 +41,6 @@ class RequestState:
     could fail for ever, and vLLM, which keeps the blocks of the first load reserved, may never have
     enough blocks for a second one.
     """
-    given_up: set[int] = field(default_factory=set)
-    """Children whose load will fail but may still write into the blocks."""
     excluded: set[int] = field(default_factory=set)
     """Children that refused to accept the request; they are told nothing more about it."""
     outdated: set[int] = field(default_factory=set)
@@ -68,6 +66,11 @@ class RequestState:
             or child in self.outdated
             or (self.has_dummy_kv and child != self.dummy_child)
         )
+
+    def depends_on(self, children: Collection[int]) -> bool:
+        """Whether only these children have failed to load or, before a failure, have loaded."""
+        loaders = self.failed or {part.child for part in self.admitted.ranges}
+        return bool(loaders) and loaders.issubset(children)
 
     def part_of(self, child: int) -> TokenRange | None:
         return next((part for part in self.admitted.ranges if part.child == child), None)
@@ -136,7 +139,6 @@ class RequestTable:
             state.admitted = accepted
         if accepted.is_async:
             state.loading = {part.child for part in accepted.ranges}
-            state.given_up = set()
         state.is_complete = not state.loading
         state.awaits_load = accepted.is_async
         chosen = [part.child for part in accepted.ranges if part.child in dummies]
@@ -163,10 +165,9 @@ class RequestTable:
         if state is not None:
             state.failed |= set(children) & (state.loading | state.failed)
 
-    def note_given_up(self, request: str, children: Iterable[int]) -> None:
-        state = self._states.get(request)
-        if state is not None:
-            state.given_up |= set(children) & state.loading
+    def depending_on(self, children: Collection[int]) -> set[str]:
+        """The requests that depend on no other children."""
+        return {name for name, state in self._states.items() if state.depends_on(children)}
 
     def finish(self, request: str, senders: Collection[int]) -> bool:
         """Record that a request has finished; True if the engine must wait for

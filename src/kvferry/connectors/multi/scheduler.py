@@ -234,18 +234,6 @@ class MultiScheduler(SchedulerSide):
             )
         return dict(sources)
 
-    def is_load_optional(self, request_id: str) -> bool:
-        """Whether only children have failed whose loads merely save computation."""
-        state = self._requests.find(request_id)
-        if state is None:
-            return False
-        broken = (state.failed | state.given_up) or {part.child for part in state.admitted.ranges}
-        return bool(broken) and all(
-            self._children.traits[child].loads_are_optional
-            or self._children.call(child, "is_load_optional", request_id, default=False)
-            for child in broken
-        )
-
     def withdraw(self, request_id: str) -> None:
         # A child that fails here could save KV under a wrong name.
         self._children.call_all("withdraw", request_id, is_decisive=True)
@@ -292,7 +280,8 @@ class MultiScheduler(SchedulerSide):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Process the ranks' report: tell each child what concerns it, and change
-        `finished_recving` and `finished_sending` into what the engine may act on.
+        `finished_recving` and `finished_sending` into what the engine may act on. If blocks were
+        not filled within a step, add the requests whose loads only save computation.
         """
         report = connector_output.kv_connector_worker_meta or MultiWorkerMetadata()
         assert isinstance(report, MultiWorkerMetadata)
@@ -300,8 +289,6 @@ class MultiScheduler(SchedulerSide):
         for request, failed in report.failed.items():
             self._requests.note_failed(request, failed)
             self._num_failed_loads.update(self._children.names[child] for child in failed)
-        for request, given_up in report.given_up.items():
-            self._requests.note_given_up(request, given_up)
         for child, reason in report.disabled.items():
             self._children.disable(child, reason)
         news = self._requests.take_finished(
@@ -319,6 +306,9 @@ class MultiScheduler(SchedulerSide):
             self._children.call(child, "update_connector_output", part)
         connector_output.finished_recving = news.recving
         connector_output.finished_sending = news.sending
+        if connector_output.invalid_block_ids:
+            optional = {each.index for each in self._children.traits if each.loads_are_optional}
+            connector_output.optional_failures |= self._requests.depending_on(optional)
 
     # -- the end of a request --
 

@@ -196,9 +196,9 @@ class MultiWorker(WorkerSide):
         """Add one child's results."""
         name = self._children.names[child]
         for request, reason in part.given_up_recving.items():
-            if self._transfers.is_loading(child, request):
+            is_optional = self._children.traits[child].loads_are_optional
+            if self._transfers.is_loading(child, request) and not is_optional:
                 results.given_up_recving[request] = f"{name}: {reason}"
-                self._report.given_up.setdefault(request, set()).add(child)
         for request in part.finished_recving | part.failed_recving:
             failure = None
             if request in part.failed_recving:

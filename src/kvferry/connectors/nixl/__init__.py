@@ -13,7 +13,7 @@ from kvferry.config import KVTransferConfig, NixlExtraConfig, P2pNcclExtraConfig
 from kvferry.connectors.contract import ConnectorConfig, ConnectorDescription, KVCacheConfig
 from kvferry.connectors.nixl.push_mode import PushMode
 from kvferry.connectors.nixl.scheduler import NixlConnectorScheduler
-from kvferry.connectors.nixl.transfer_mode import PullMode, TicketIssuer, TransferMode
+from kvferry.connectors.nixl.transfer_mode import PullMode, SchedulerContext
 from kvferry.connectors.nixl.worker import NixlConnectorWorker
 from kvferry.protocol.tickets import TicketKey
 
@@ -23,10 +23,9 @@ def _make_scheduler(
 ) -> NixlConnectorScheduler:
     extra = config.kv_transfer.extra
     assert isinstance(extra, NixlExtraConfig)
-    issuer = TicketIssuer(config, cache, TicketKey(config.secret), extra.kv_lease_duration)
-    pushes = transfer_mode == "push"
-    mode: TransferMode = PushMode(config, cache, extra, issuer) if pushes else PullMode(issuer)
-    return NixlConnectorScheduler(config, cache, extra, issuer=issuer, mode=mode)
+    context = SchedulerContext(config, cache, extra, TicketKey(config.secret))
+    mode = PushMode(context) if transfer_mode == "push" else PullMode(context)
+    return NixlConnectorScheduler(context, mode)
 
 
 def _make_worker(config: ConnectorConfig, cache: KVCacheConfig) -> NixlConnectorWorker:

@@ -44,10 +44,6 @@ class NixlWorkerMetadata(KVConnectorWorkerMetadata):
     vLLM passes on no reasons.
     """
 
-    @property
-    def is_empty(self) -> bool:
-        return not (self.reserved or self.refused or self.being_read or self.failed)
-
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "NixlWorkerMetadata":
         assert isinstance(other, NixlWorkerMetadata)
         return NixlWorkerMetadata(

@@ -18,24 +18,13 @@ MAX_LEG_ID_CHARS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class TurnRetention:
-    """Whether the request's blocks are retained for the next turn of its conversation."""
-
-    is_retained: bool
-    turn_id: str = ""
-    """The id under which a router asks for the turn; empty if the router takes the ticket from the
-    answer.
-    """
-
-
-RETAIN_NOTHING, RETAIN_UNNAMED = TurnRetention(False), TurnRetention(True)
-
-
-@dataclass(frozen=True, slots=True)
 class NoTransfer:
     """A request that is neither a prefill leg nor a decode leg."""
 
-    retention: TurnRetention = RETAIN_NOTHING
+    turn_id: str | None = None
+    """The id under which a router asks for the blocks in the next turn of the conversation; empty
+    if the router takes the ticket from the answer. None: the blocks are not retained.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +56,8 @@ class LoadFromPeer:
     push_ticket: object = None
     unsigned_peer: UnsignedPeer | None = None
     """The prefill side that the unsigned keys name; None if the keys are missing or malformed."""
-    retention: TurnRetention = RETAIN_UNNAMED
+    turn_id: str | None = ""
+    """As `NoTransfer.turn_id`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +93,11 @@ def read_params(params: Mapping[str, Any] | None) -> TransferRole:
             params.get("ticket"),
             params.get("push_ticket"),
             _unsigned_peer(params),
-            _retention(params, RETAIN_UNNAMED),
+            _turn_id(params, ""),
         )
     if flags["do_remote_decode"]:
         return PrefillForPeer(params.get("push_ticket"), params.get("ticket"))
-    return NoTransfer(_retention(params, RETAIN_NOTHING))
+    return NoTransfer(_turn_id(params, None))
 
 
 def first_token_params(max_model_len: int) -> dict[str, Any]:
@@ -125,15 +115,11 @@ def read_leg_id(params: object) -> str:
     return leg_id if isinstance(leg_id, str) and len(leg_id) <= MAX_LEG_ID_CHARS else ""
 
 
-def _retention(params: Mapping[str, Any], default: TurnRetention) -> TurnRetention:
-    if "conversation" not in params:
-        return default
-    turn_id = params["conversation"]
+def _turn_id(params: Mapping[str, Any], default: str | None) -> str | None:
+    turn_id = params.get("conversation", default)
     if turn_id is None:
-        return RETAIN_NOTHING
-    return TurnRetention(
-        True, turn_id if isinstance(turn_id, str) and len(turn_id) <= MAX_TURN_ID_CHARS else ""
-    )
+        return None
+    return turn_id if isinstance(turn_id, str) and len(turn_id) <= MAX_TURN_ID_CHARS else ""
 
 
 def _unsigned_peer(params: Mapping[str, Any]) -> UnsignedPeer | None:

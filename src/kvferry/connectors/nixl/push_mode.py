@@ -11,34 +11,24 @@ docs/decisions/030-push.md.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-from kvferry.config import NixlExtraConfig
-from kvferry.connectors.contract import (
-    ConnectorConfig,
-    KVCacheConfig,
-    KVCacheGroup,
-    Request,
-    RequestStatus,
-    ScheduledSlice,
-)
+from kvferry.connectors.contract import KVCacheGroup, Request, RequestStatus, ScheduledSlice
 from kvferry.connectors.nixl.params import LoadFromPeer, PrefillForPeer, UnsignedPeer
-from kvferry.connectors.nixl.tables import LoadOffer, SharedTicketKey
 from kvferry.connectors.nixl.transfer_mode import (
-    LeaseGrant,
-    LoadByTicket,
-    LoadDecision,
+    LoadOffer,
     LoadPlan,
-    LoadRefusal,
-    TicketIssuer,
+    PullMode,
+    SchedulerContext,
+    SharedTicketKey,
 )
 from kvferry.errors import InvalidTicket
 from kvferry.protocol.fingerprints import Fingerprint, fingerprint
-from kvferry.protocol.tickets import HOLE, MAX_TICKET_NAME_CHARS, PushTicketKey, Ticket
-from kvferry.types import Address, RequestId
+from kvferry.protocol.tickets import MAX_TICKET_NAME_CHARS, NO_BLOCK, PushTicketKey, Ticket
+from kvferry.types import Address, BlockIds, RequestId
 from kvferry.worker.commands import (
     AbandonLease,
     CloseStream,
@@ -50,7 +40,6 @@ from kvferry.worker.commands import (
     RegisterForPushByAddress,
     SkipLoad,
     WithdrawStream,
-    WorkerCommand,
 )
 
 
@@ -65,25 +54,40 @@ class PrefillStream:
     serial: int = 0
     """The serial of the published ticket; 0 if nothing is published."""
     num_published: int = 0
-    blocks: Sequence[Sequence[int]] = ()
-    """The block tables as published."""
-
-
-@dataclass(frozen=True, slots=True)
-class StreamAdvance:
-    """A stream of which the engine has computed more tokens than were published."""
-
-    stream: PrefillStream
-    num_tokens: int
-    blocks: tuple[tuple[int, ...], ...]
-    """Block tables of the whole prompt. Blocks not computed yet and blocks that the last token does
-    not attend to are holes.
+    blocks: BlockIds = ()
+    """Block tables of the whole prompt, as published. They have `NO_BLOCK` for blocks that are not
+    computed yet and for blocks that the last token does not attend to.
     """
 
-    def new_blocks(self, block_size: int) -> tuple[tuple[int, ...], ...]:
-        """The blocks of each group that the last publication did not contain."""
-        first, end = self.stream.num_published // block_size, self.num_tokens // block_size
-        return tuple(table[first:end] for table in self.blocks)
+    @property
+    def has_lost_tokens(self) -> bool:
+        return (
+            self.request.status is RequestStatus.PREEMPTED
+            or self.request.num_computed_tokens < self.num_published
+        )
+
+    def has_lost_blocks(self, blocks: BlockIds) -> bool:
+        """Whether the engine no longer holds a published block. A request that was preempted and
+        resumed at once may have as many tokens as before, but in other blocks.
+        """
+        return any(
+            was not in (NO_BLOCK, now)
+            for before, after in zip(self.blocks, blocks, strict=True)
+            for was, now in zip_longest(before, after, fillvalue=NO_BLOCK)
+        )
+
+    def unpublished(self, blocks: BlockIds) -> BlockIds:
+        """The blocks that the engine holds at the end of the prefill leg and that were not
+        published.
+        """
+        return tuple(
+            tuple(
+                now
+                for was, now in zip_longest(before[: len(after)], after, fillvalue=NO_BLOCK)
+                if now not in (NO_BLOCK, was)
+            )
+            for before, after in zip(self.blocks, blocks, strict=True)
+        )
 
 
 @dataclass(slots=True)
@@ -119,92 +123,49 @@ class PrefillStreams:
         self._published.clear()
         return streams
 
-    def take_preempted(self, slices: Iterable[ScheduledSlice]) -> list[PrefillStream]:
-        """Remove and return the published streams whose blocks the engine has taken away.
-
-        A stream is lost if the request's token count has dropped or if this step's block tables
-        differ from the published tables. A lost stream may be published again.
+    def withdraw_lost(self, slices: Iterable[ScheduledSlice]) -> list[tuple[RequestId, int]]:
+        """Withdraw the streams whose blocks the engine has taken away: the token count of the
+        request has dropped, or this step's block tables differ from the published tables. Returns
+        their requests and serials. A withdrawn stream may be published again.
         """
-        tables = {
-            scheduled.request_id: scheduled
-            for scheduled in slices
-            if scheduled.request_id in self._published
-        }
-        lost = []
-        for request, stream in self._published.items():
-            scheduled = tables.get(request)
-            if _has_lost_tokens(stream) or (
-                scheduled is not None and self.has_lost_blocks(stream, scheduled.block_ids)
-            ):
-                lost.append(stream)
-        for stream in lost:
-            del self._published[RequestId(stream.request.request_id)]
+        tables = {scheduled.request_id: scheduled.block_ids for scheduled in slices}
+        lost = [
+            (request, stream.serial)
+            for request, stream in self._published.items()
+            if stream.has_lost_tokens
+            or (request in tables and stream.has_lost_blocks(tables[request]))
+        ]
+        for request, _ in lost:
+            stream = self._published.pop(request)
+            stream.serial = stream.num_published = 0
         return lost
 
-    def advances(self, slices: Iterable[ScheduledSlice]) -> list[StreamAdvance]:
-        """The blocks that earlier steps have filled, for each stream that this step continues."""
-        found = []
+    def advance(self, slices: Iterable[ScheduledSlice]) -> Iterator[tuple[PrefillStream, BlockIds]]:
+        """Publish the blocks that earlier steps have filled. Yields each stream that this step
+        continues and that has new blocks, with the new blocks of each group.
+        """
         for scheduled in slices:
             stream = self._streams.get(RequestId(scheduled.request_id))
             # Only full blocks: the last, partial block is still being written.
-            num_tokens = scheduled.num_written // self.block_size * self.block_size
+            end = scheduled.num_written // self.block_size
             if (
-                stream is not None
-                and num_tokens > stream.num_published
-                and scheduled.num_written < stream.request.num_prompt_tokens
+                stream is None
+                or end * self.block_size <= stream.num_published
+                or scheduled.num_written >= stream.request.num_prompt_tokens
             ):
-                found.append(
-                    StreamAdvance(
-                        stream,
-                        num_tokens,
-                        self._padded(
-                            scheduled.block_ids, num_tokens, stream.request.num_prompt_tokens
-                        ),
-                    )
-                )
-        return found
+                continue
+            first = stream.num_published // self.block_size
+            stream.num_published = end * self.block_size
+            stream.blocks = self._padded(scheduled.block_ids, end, stream.request.num_prompt_tokens)
+            self._published[RequestId(scheduled.request_id)] = stream
+            yield stream, tuple(table[first:end] for table in stream.blocks)
 
-    def note_published(self, advance: StreamAdvance, serial: int) -> None:
-        stream = advance.stream
-        stream.serial, stream.num_published, stream.blocks = (
-            serial,
-            advance.num_tokens,
-            advance.blocks,
-        )
-        self._published[RequestId(stream.request.request_id)] = stream
-
-    def has_lost_blocks(self, stream: PrefillStream, blocks: Sequence[Sequence[int]]) -> bool:
-        """Whether the engine no longer holds a published block. A request that was preempted and
-        resumed at once may have as many tokens as before, but in other blocks.
+    def _padded(self, tables: BlockIds, ready: int, num_prompt_tokens: int) -> BlockIds:
+        """The first `ready` blocks without those that the last token does not attend to: the engine
+        may free those blocks at any time, and a reader would not notice that the contents changed.
+        Without the states too, which change until the prefill leg ends.
         """
-        return any(
-            any(was not in (HOLE, now) for was, now in zip_longest(before, after, fillvalue=HOLE))
-            for before, after in zip(stream.blocks, blocks, strict=True)
-        )
-
-    def unpublished(
-        self, stream: PrefillStream, blocks: Sequence[Sequence[int]]
-    ) -> tuple[tuple[int, ...], ...]:
-        """The blocks that the engine holds at the end of the prefill leg and that were not
-        published.
-        """
-        return tuple(
-            tuple(
-                now
-                for was, now in zip_longest(before[: len(after)], after, fillvalue=HOLE)
-                if now not in (HOLE, was)
-            )
-            for before, after in zip(stream.blocks, blocks, strict=True)
-        )
-
-    def _padded(
-        self, tables: Sequence[Sequence[int]], num_tokens: int, num_prompt_tokens: int
-    ) -> tuple[tuple[int, ...], ...]:
-        """Replace the blocks that the last token does not attend to by holes: the engine may free
-        those blocks at any time, and a reader would not notice that the contents changed. The
-        states are holes too: they change until the prefill leg ends.
-        """
-        ready, total = num_tokens // self.block_size, -(-num_prompt_tokens // self.block_size)
+        total = -(-num_prompt_tokens // self.block_size)
         firsts = [
             ready
             if group.is_state
@@ -212,16 +173,9 @@ class PrefillStreams:
             for group in self.groups
         ]
         return tuple(
-            (*[HOLE] * first, *table[first:ready], *[HOLE] * (total - ready))
+            (*[NO_BLOCK] * first, *table[first:ready], *[NO_BLOCK] * (total - ready))
             for first, table in zip(firsts, tables, strict=True)
         )
-
-
-def _has_lost_tokens(stream: PrefillStream) -> bool:
-    return (
-        stream.request.status is RequestStatus.PREEMPTED
-        or stream.request.num_computed_tokens < stream.num_published
-    )
 
 
 # -- push mode --
@@ -239,22 +193,14 @@ def _has_lost_tokens(stream: PrefillStream) -> bool:
 MAX_DECLINED = 10_000
 
 
-class PushMode:
-    """The decode side registers for a prefill leg before it has finished. A `TransferMode`."""
+class PushMode(PullMode):
+    """The decode side registers for a prefill leg before it has finished."""
 
-    def __init__(
-        self,
-        config: ConnectorConfig,
-        cache: KVCacheConfig,
-        extra: NixlExtraConfig,
-        issuer: TicketIssuer,
-    ) -> None:
-        self._config = config
-        self._cache = cache
-        self._extra = extra
-        self._issuer = issuer
-        self._push_key = PushTicketKey(config.secret)
-        self._streams = PrefillStreams(cache.block_size, cache.groups)
+    def __init__(self, context: SchedulerContext) -> None:
+        super().__init__(context)
+        self._config, self._cache, self._extra = context.config, context.cache, context.extra
+        self._push_key = PushTicketKey(context.config.secret)
+        self._streams = PrefillStreams(context.cache.block_size, context.cache.groups)
         self._published: dict[str, RequestId] = {}
         """Finished prefill legs whose blocks are held, by match id."""
         self._match_ids: dict[RequestId, str] = {}
@@ -266,17 +212,15 @@ class PushMode:
 
     # -- consumer --
 
-    def plan_load(self, request: Request, role: LoadFromPeer) -> LoadDecision:
+    def plan_load(self, request: Request, role: LoadFromPeer) -> LoadPlan | None:
         if role.push_ticket is None:
             if role.ticket is None and role.unsigned_peer is not None and self._extra.peers:
                 return self._plan_load_from(request, role.unsigned_peer)
-            return LoadByTicket(role.ticket)
-        try:
-            ticket = self._push_key.open(role.push_ticket)
-        except InvalidTicket as error:
-            return LoadRefusal(str(error))
-        if ticket.engine == self._config.kv_transfer.engine_id:
-            return LoadPlan(self._decline(ticket.match_id))
+            return None
+        ticket = self._push_key.open(role.push_ticket)
+        if ticket.engine == self._context.engine_id:
+            self._decline(ticket.match_id)
+            return LoadPlan()
         command = RegisterForPush(
             RequestId(request.request_id),
             str(role.push_ticket),
@@ -285,24 +229,21 @@ class PushMode:
         )
         return self._expect(request, command, (ticket.engine, ticket.epoch, ticket.match_id))
 
-    def _plan_load_from(self, request: Request, peer: UnsignedPeer) -> LoadDecision:
+    def _plan_load_from(self, request: Request, peer: UnsignedPeer) -> LoadPlan:
         """Register with a prefill side that a router named without a signature. The name is trusted
         only if the address is listed in `peers`.
         """
-        if (
-            peer.engine == self._config.kv_transfer.engine_id
-            or peer.address == self._issuer.address
-        ):
+        if peer.engine == self._context.engine_id or peer.address == self._context.address:
             # Both legs run on this engine: the blocks are in its own prefix cache, and an engine
             # never connects to itself.
             return LoadPlan()
         if str(peer.address) not in self._extra.peer_addresses:
-            return LoadRefusal(
+            raise InvalidTicket(
                 f"the request has no ticket, and {peer.address} is not among this engine's `peers`;"
                 " add the address to `peers`, or use a router that signs push tickets"
             )
         if len(request.request_id) > MAX_TICKET_NAME_CHARS:
-            return LoadRefusal(
+            raise InvalidTicket(
                 f"the request has no ticket, and its id is longer than {MAX_TICKET_NAME_CHARS} "
                 "characters; shorten the id, or use a router that signs push tickets"
             )
@@ -318,8 +259,8 @@ class PushMode:
 
     @property
     def _own_address(self) -> Address:
-        assert self._issuer.address is not None
-        return self._issuer.address
+        assert self._context.address is not None
+        return self._context.address
 
     def _fingerprint(self, request: Request) -> Fingerprint:
         salt, size = request.cache_salt, self._cache.block_size
@@ -360,80 +301,69 @@ class PushMode:
             if group.has_local_attention
         )
 
-    def _decline(self, match_id: str) -> tuple[AbandonLease, ...]:
+    def _decline(self, match_id: str) -> None:
         """Drop a match whose two legs both run on this engine: the blocks are in its own prefix
         cache, and an engine never connects to itself.
         """
         held = self._published.get(match_id)
         if held is not None:
-            return (AbandonLease(held),)
+            self._context.commands.append(AbandonLease(held))
+            return
         # The prefill leg has not finished yet; `finish_prefill_leg` abandons the lease.
         self._declined_match_ids[match_id] = None
         if len(self._declined_match_ids) > MAX_DECLINED:
             self._declined_match_ids.popitem(last=False)
-        return ()
 
     # -- producer --
 
-    def announce_prefill_leg(self, request: Request, role: PrefillForPeer) -> list[WorkerCommand]:
-        return [ExpectPrefill(RequestId(request.request_id), self._match_id(role))]
+    def announce_prefill_leg(self, request: Request, role: PrefillForPeer) -> None:
+        command = ExpectPrefill(RequestId(request.request_id), self._match_id(role))
+        self._context.commands.append(command)
 
-    def add_prefill_leg(self, request: Request, role: PrefillForPeer) -> list[WorkerCommand]:
+    def add_prefill_leg(self, request: Request, role: PrefillForPeer) -> None:
         if (
             self._extra.push_streaming
-            and self._config.kv_transfer.is_kv_producer
-            and self._issuer.address is not None
+            and self._context.is_producer
+            and self._context.address is not None
             and len(request.request_id) <= MAX_TICKET_NAME_CHARS
         ):
             self._streams.add(request, self._match_id(role))
-        return self.announce_prefill_leg(request, role)
+        self.announce_prefill_leg(request, role)
 
     def needs_slices(self, request: RequestId) -> bool:
         return self._streams.get(request) is not None
 
-    def step_commands(self, slices: Iterable[ScheduledSlice]) -> list[WorkerCommand]:
+    def plan_step(self, slices: Iterable[ScheduledSlice]) -> None:
         """Withdraw the streams whose blocks the engine has taken away, and publish the blocks that
         earlier steps have filled.
         """
-        slices = tuple(slices)
-        commands: list[WorkerCommand] = []
+        context, slices = self._context, tuple(slices)
         # Withdraw before publishing: a resumed request may already have new blocks in this step.
-        for stream in self._streams.take_preempted(slices):
-            commands.append(WithdrawStream(RequestId(stream.request.request_id), stream.serial))
-            stream.serial = stream.num_published = 0
-        for advance in self._streams.advances(slices):
-            commands += self._publish(advance)
-        return commands
+        for request, serial in self._streams.withdraw_lost(slices):
+            context.commands.append(WithdrawStream(request, serial))
+        for stream, new_blocks in self._streams.advance(slices):
+            request = RequestId(stream.request.request_id)
+            if not stream.serial:
+                stream.serial = context.next_serial()
+                context.commands.append(OpenStream(request, stream.serial))
+            ticket = context.ticket(stream.request, stream.serial, stream.blocks, stream.tokens)
+            text, copied = context.key.sign(ticket), context.blocks_to_copy(new_blocks)
+            context.commands.append(
+                PublishTicket(request, stream.match_id, text, stream.num_published, copied)
+            )
 
-    def _publish(self, advance: StreamAdvance) -> list[WorkerCommand]:
-        stream, request_id = advance.stream, RequestId(advance.stream.request.request_id)
-        commands: list[WorkerCommand] = []
-        serial = stream.serial
-        if not serial:
-            serial = self._issuer.next_serial()
-            commands.append(OpenStream(request_id, serial))
-        ticket = self._issuer.ticket(stream.request, serial, advance.blocks, stream.tokens)
-        copied = advance.new_blocks(self._cache.block_size) if self._issuer.uses_host_buffer else ()
-        text = self._issuer.key.sign(ticket)
-        commands.append(
-            PublishTicket(request_id, stream.match_id, text, advance.num_tokens, copied)
-        )
-        self._streams.note_published(advance, serial)
-        return commands
-
-    def grant_lease(self, request: RequestId, blocks: Sequence[Sequence[int]]) -> LeaseGrant:
+    def grant_lease(self, request: RequestId, blocks: BlockIds) -> int:
         stream = self._streams.get(request)
         if stream is None or not stream.serial:
-            return self._issuer.grant_lease(request, blocks)
+            return super().grant_lease(request, blocks)
         # Preempted and resumed since the last publication: the published blocks may hold
         # other KV by now.
-        if self._streams.has_lost_blocks(stream, blocks):
-            grant = self._issuer.grant_lease(request, blocks)
-            withdraw = WithdrawStream(request, stream.serial)
-            return LeaseGrant(grant.serial, (withdraw, *grant.commands))
-        uses_host_buffer = self._issuer.uses_host_buffer
-        copied = self._streams.unpublished(stream, blocks) if uses_host_buffer else ()
-        return LeaseGrant(stream.serial, (CloseStream(request, copied),))
+        if stream.has_lost_blocks(blocks):
+            self._context.commands.append(WithdrawStream(request, stream.serial))
+            return super().grant_lease(request, blocks)
+        copied = self._context.blocks_to_copy(stream.unpublished(blocks))
+        self._context.commands.append(CloseStream(request, copied))
+        return stream.serial
 
     def ticket_params(self, ticket: Ticket) -> dict[str, Any]:
         """A pull ticket, because no D may have registered. `remote_epoch` tells kvferry's router
@@ -442,13 +372,14 @@ class PushMode:
         vllm-router reads `transfer_mode`: if it is push, the router sends D parameters of its own,
         which lack the ticket and are of use only if the engines list each other in `peers`.
         """
-        params = {**self._issuer.ticket_params(ticket), "remote_epoch": ticket.epoch}
+        params = {**super().ticket_params(ticket), "remote_epoch": ticket.epoch}
         return params | {"transfer_mode": "push"} if self._extra.peers else params
 
     def finish_prefill_leg(
         self, request: Request, role: PrefillForPeer, params: Mapping[str, Any] | None
-    ) -> list[WorkerCommand]:
+    ) -> None:
         request_id, match_id = RequestId(request.request_id), self._match_id(role)
+        commands = self._context.commands
         self._streams.end(request_id)
         if params is None:
             reason = (
@@ -457,20 +388,22 @@ class PushMode:
                 if request.cache_salt is not None
                 else "the prefill side does not exchange the KV of this request; its log says why"
             )
-            return [FailPush(request_id, match_id, reason)]
+            commands.append(FailPush(request_id, match_id, reason))
+            return
         if match_id in self._declined_match_ids:
             del self._declined_match_ids[match_id]
-            return [AbandonLease(request_id)]
+            commands.append(AbandonLease(request_id))
+            return
         if match_id:
             self._published[match_id], self._match_ids[request_id] = request_id, match_id
         num_tokens = params["remote_num_tokens"]
-        return [PublishTicket(request_id, match_id, params["ticket"], num_tokens)]
+        commands.append(PublishTicket(request_id, match_id, params["ticket"], num_tokens))
 
     def end_lease(self, request: RequestId) -> None:
         self._published.pop(self._match_ids.pop(request, ""), None)
 
-    def drop_prefill_legs(self, reason: str) -> list[WorkerCommand]:
-        return [
+    def drop_prefill_legs(self, reason: str) -> None:
+        self._context.commands += [
             FailPush(RequestId(stream.request.request_id), stream.match_id, reason)
             for stream in self._streams.clear()
         ]

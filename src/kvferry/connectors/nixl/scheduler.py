@@ -1,9 +1,8 @@
 """The scheduler side of the pull and push connectors: issues tickets when requests finish, and
 writes the commands for the transfer workers.
 
-Where pull and push differ, the scheduler asks its `TransferMode` (`transfer_mode.py`,
-`push_mode.py`) and carries out what the mode decides. As a consumer, it checks tickets when
-requests arrive (`loading.py`).
+Where pull and push differ, its `PullMode` or `PushMode` acts (`transfer_mode.py`, `push_mode.py`).
+As a consumer, it checks tickets when requests arrive (`loading.py`).
 
 As a producer, the scheduler signs a ticket for every prefill leg. If the decode side retains
 finished turns, it keeps the blocks of a finished turn for the next turn; a prefill side may fetch
@@ -18,11 +17,8 @@ from typing import Any
 
 import msgspec
 
-from kvferry.config import NixlExtraConfig
 from kvferry.connectors.contract import (
-    ConnectorConfig,
     KVCacheBlocks,
-    KVCacheConfig,
     KVConnectorHandshakeMetadata,
     KVConnectorOutput,
     Request,
@@ -30,7 +26,7 @@ from kvferry.connectors.contract import (
     SchedulerSide,
     Step,
 )
-from kvferry.connectors.nixl.loading import PeerLoads, SchedulerContext
+from kvferry.connectors.nixl.loading import PeerLoads
 from kvferry.connectors.nixl.metadata import (
     NixlConnectorMetadata,
     NixlHandshakeMetadata,
@@ -46,19 +42,13 @@ from kvferry.connectors.nixl.params import (
     read_leg_id,
     read_params,
 )
-from kvferry.connectors.nixl.tables import (
-    HeldBlocks,
-    RetainedTurns,
-)
-from kvferry.connectors.nixl.transfer_mode import (
-    TicketIssuer,
-    TransferMode,
-)
+from kvferry.connectors.nixl.tables import HeldBlocks, RetainedTurns
+from kvferry.connectors.nixl.transfer_mode import PullMode, SchedulerContext
 from kvferry.connectors.stats import SIDE_CHANNEL_METRIC, TransferStats
 from kvferry.errors import ConfigError, LocalProtocolError
 from kvferry.protocol.fingerprints import MAX_CHAIN_POINTS, Fingerprint, fingerprint
 from kvferry.protocol.handshake import ServedEngine
-from kvferry.protocol.tickets import HOLE, MAX_TICKET_NAME_CHARS, PushTicketKey, Ticket
+from kvferry.protocol.tickets import MAX_TICKET_NAME_CHARS, NO_BLOCK, PushTicketKey, Ticket
 from kvferry.types import Address, EngineId, RequestId
 from kvferry.worker.commands import (
     AbandonLease,
@@ -76,16 +66,10 @@ _log = logging.getLogger(__name__)
 class NixlConnectorScheduler(SchedulerSide):
     """The state and decisions of a connector in the process that schedules."""
 
-    def __init__(
-        self,
-        config: ConnectorConfig,
-        cache: KVCacheConfig,
-        extra: NixlExtraConfig,
-        issuer: TicketIssuer,
-        mode: TransferMode,
-    ) -> None:
-        self._context = SchedulerContext(config, cache, extra, issuer, mode)
-        self._loads = PeerLoads(self._context)
+    def __init__(self, context: SchedulerContext, mode: PullMode) -> None:
+        self._context = context
+        self._mode = mode
+        self._loads = PeerLoads(context, mode)
         self._held = HeldBlocks()
         self._retained = RetainedTurns()
         self._live: set[RequestId] = set()
@@ -129,15 +113,11 @@ class NixlConnectorScheduler(SchedulerSide):
                 f"the ranks have registered their caches {sorted(registrations)} times after a "
                 "sleep; restart the engine"
             )
-        self._context.issuer.epoch = registered_epoch(
-            self._context.config.epoch, registrations.pop()
-        )
-        self._context.issuer.uses_host_buffer = any(
-            part.uses_host_buffer for part in parts.values()
-        )
+        self._context.epoch = registered_epoch(self._context.config.epoch, registrations.pop())
+        self._context.uses_host_buffer = any(part.uses_host_buffer for part in parts.values())
         served = ServedEngine(
-            EngineId(self._context.config.kv_transfer.engine_id),
-            self._context.issuer.epoch,
+            EngineId(self._context.engine_id),
+            self._context.epoch,
             dict(next(iter(parts.values())).factors),
             {rank: part.layout for rank, part in parts.items()},
         )
@@ -148,11 +128,11 @@ class NixlConnectorScheduler(SchedulerSide):
         control = self._context.config.kit.side_channel()
         address = Address.parse(control.address.removeprefix("tcp://"))
         assert address is not None
-        self._context.issuer.address = address
-        keys = (self._context.issuer.key, PushTicketKey(self._context.config.secret))
+        self._context.address = address
+        keys = (self._context.key, PushTicketKey(self._context.config.secret))
         self._context.side_channel = SideChannel(control, served, keys, lambda: self._wake_engine())
         self._context.side_channel.start()
-        self._context.stats.data[SIDE_CHANNEL_METRIC] = str(self._context.issuer.address)
+        self._context.stats.data[SIDE_CHANNEL_METRIC] = str(self._context.address)
         _log.info(
             "side channel open address=%s engine=%s epoch=%s",
             control.address,
@@ -173,10 +153,9 @@ class NixlConnectorScheduler(SchedulerSide):
         role = read_params(request.kv_transfer_params)
         match role:
             case PrefillForPeer():
-                self._context.commands += self._context.mode.announce_prefill_leg(request, role)
+                self._mode.announce_prefill_leg(request, role)
             case LoadFromPeer(ticket=text, push_ticket=None) if (
-                self._context.config.kv_transfer.is_kv_consumer
-                and self._context.is_ticket_of_peer(text)
+                self._context.is_consumer and self._context.is_ticket_of_peer(text)
             ):
                 # `on_new_request` repeats the command, which then changes nothing.
                 self._context.commands.append(PrepareLoad(RequestId(request.request_id), str(text)))
@@ -185,7 +164,7 @@ class NixlConnectorScheduler(SchedulerSide):
         self._live.add(RequestId(request.request_id))
         role = read_params(request.kv_transfer_params)
         match role:
-            case LoadFromPeer() if not self._context.config.kv_transfer.is_kv_consumer:
+            case LoadFromPeer() if not self._context.is_consumer:
                 # An engine protects blocks against early reuse while bytes may arrive only if its
                 # role is consumer.
                 self._loads.refuse(
@@ -195,7 +174,7 @@ class NixlConnectorScheduler(SchedulerSide):
                 )
             case LoadFromPeer():
                 self._loads.plan(request, role)
-            case PrefillForPeer(ticket=text) if not self._context.config.kv_transfer.is_kv_producer:
+            case PrefillForPeer(ticket=text) if not self._context.is_producer:
                 # A router presented the conversation's only ticket to an engine that may not use
                 # it.
                 if self._context.is_ticket_of_peer(text):
@@ -212,7 +191,7 @@ class NixlConnectorScheduler(SchedulerSide):
             case BadParams(reason):
                 self._loads.refuse(request, reason)
         if isinstance(role, PrefillForPeer):
-            self._context.commands += self._context.mode.add_prefill_leg(request, role)
+            self._mode.add_prefill_leg(request, role)
         leg_id = read_leg_id(request.kv_transfer_params)
         self._loads.set_leg_id(RequestId(request.request_id), leg_id)
 
@@ -236,12 +215,9 @@ class NixlConnectorScheduler(SchedulerSide):
         self._loads.take_results(connector_output)
         for request in connector_output.finished_sending:
             self._end_lease(RequestId(request))
-            self._context.mode.end_lease(RequestId(request))
+            self._mode.end_lease(RequestId(request))
         if connector_output.finished_sending:
             self._report_held_blocks()
-
-    def is_load_optional(self, request_id: str) -> bool:
-        return self._loads.is_optional(RequestId(request_id))
 
     # -- producer --
 
@@ -255,9 +231,9 @@ class NixlConnectorScheduler(SchedulerSide):
         self._live.discard(request_id)
         self._outdated.discard(request_id)
         if isinstance(role, PrefillForPeer):
-            self._context.commands += self._context.mode.finish_prefill_leg(request, role, params)
+            self._mode.finish_prefill_leg(request, role, params)
         elif params is None and isinstance(role, LoadFromPeer | NoTransfer):
-            self._publish_turn(EndedTurn(role.retention.turn_id))
+            self._publish_turn(EndedTurn(role.turn_id or ""))
         return params is not None, params
 
     def _hold_blocks(
@@ -271,15 +247,12 @@ class NixlConnectorScheduler(SchedulerSide):
             RequestStatus.FINISHED_STOPPED,
             RequestStatus.FINISHED_LENGTH_CAPPED,
         )
-        is_turn = (
-            isinstance(role, LoadFromPeer | NoTransfer)
-            and role.retention.is_retained
-            and self._retains_turns
-            and request.family is None
-        )
+        turn_id = role.turn_id if isinstance(role, LoadFromPeer | NoTransfer) else None
+        retains_turns = self._context.extra.bidirectional_kv_xfer and self._context.is_producer
+        is_turn = turn_id is not None and retains_turns and request.family is None
         if not is_whole or not (is_turn or isinstance(role, PrefillForPeer)):
             return None
-        num_tokens = request.num_computed_tokens
+        num_tokens, salt = request.num_computed_tokens, request.cache_salt
         if len(request_id) > MAX_TICKET_NAME_CHARS:
             _log.warning(
                 "no ticket issued: the request id is longer than %d characters request=%.80s…",
@@ -289,36 +262,28 @@ class NixlConnectorScheduler(SchedulerSide):
             return None
         if (
             num_tokens == 0
-            or self._context.issuer.address is None
+            or self._context.address is None
             or request_id in self._outdated
-            or not self._context.config.kv_transfer.is_kv_producer
+            or not self._context.is_producer
+            or salt is None
         ):
-            return None
-        salt = request.cache_salt
-        if salt is None:
             return None
         held = self._context.cache.block_lists(block_ids, num_tokens)
         all_tokens = request.all_token_ids[:num_tokens]
-        num_held = sum(block != HOLE for group in held for block in group)
-        if isinstance(role, LoadFromPeer | NoTransfer):
+        num_held = sum(block != NO_BLOCK for group in held for block in group)
+        if turn_id is not None:
             tokens = fingerprint(all_tokens, self._context.cache.block_size, salt, MAX_CHAIN_POINTS)
-            params = self._retain(request, held, tokens, role.retention.turn_id)
-            self._retained.retain(request_id, num_held, role.retention.turn_id)
+            params = self._retain(request, held, tokens, turn_id)
+            self._retained.retain(request_id, num_held, turn_id)
         else:
             tokens = fingerprint(all_tokens, self._context.cache.block_size, salt)
-            ticket = self._issue(request, held, tokens)
-            params = self._context.mode.ticket_params(ticket)
+            serial = self._mode.grant_lease(request_id, held)
+            ticket = self._context.ticket(request, serial, held, tokens)
+            params = self._mode.ticket_params(ticket)
             self._held.hold(request_id, num_held, request.family)
             self._publish_leg(request, ticket)
         self._report_held_blocks()
         return params
-
-    @property
-    def _retains_turns(self) -> bool:
-        return (
-            self._context.extra.bidirectional_kv_xfer
-            and self._context.config.kv_transfer.is_kv_producer
-        )
 
     def _retain(
         self, request: Request, blocks: tuple[list[int], ...], tokens: Fingerprint, turn_id: str
@@ -327,13 +292,13 @@ class NixlConnectorScheduler(SchedulerSide):
         parameters for the next turn.
         """
         lease_ttl_s = self._context.extra.decoder_kv_blocks_ttl
-        serial = self._context.issuer.next_serial()
-        copied = self._context.issuer.blocks_to_copy(blocks)
+        serial = self._context.next_serial()
+        copied = self._context.blocks_to_copy(blocks)
         self._context.commands.append(
             RetainTurn(RequestId(request.request_id), serial, lease_ttl_s, copied)
         )
-        ticket = self._context.issuer.ticket(request, serial, blocks, tokens)
-        params = self._context.mode.ticket_params(ticket) | {
+        ticket = self._context.ticket(request, serial, blocks, tokens)
+        params = self._mode.ticket_params(ticket) | {
             "do_remote_prefill": False,
             "do_remote_decode": True,
             "ttl_s": lease_ttl_s,
@@ -374,12 +339,12 @@ class NixlConnectorScheduler(SchedulerSide):
         self._loads.reset()
         for request in (*self._held.requests, *self._retained.evict_all()):
             self._context.commands.append(RevokeLease(request))
-        self._context.commands += self._context.mode.drop_prefill_legs(
+        self._mode.drop_prefill_legs(
             "the prefill side's weights may have changed while it computed the prompt"
         )
 
     def set_weights_version(self, version: str) -> None:
-        self._context.issuer.weights = version
+        self._context.weights = version
 
     def _end_lease(self, request: RequestId) -> None:
         """Process the end of a lease, which has ended on every rank."""
@@ -397,13 +362,6 @@ class NixlConnectorScheduler(SchedulerSide):
     def request_abandoned(self, request_id: str) -> None:
         self._context.commands.append(AbandonLease(RequestId(request_id)))
 
-    def _issue(
-        self, request: Request, blocks: tuple[list[int], ...], tokens: Fingerprint
-    ) -> Ticket:
-        grant = self._context.mode.grant_lease(RequestId(request.request_id), blocks)
-        self._context.commands += grant.commands
-        return self._context.issuer.ticket(request, grant.serial, blocks, tokens)
-
     # -- every step --
 
     def has_pending_push_work(self) -> bool:
@@ -412,7 +370,7 @@ class NixlConnectorScheduler(SchedulerSide):
         )
 
     def build_connector_meta(self, scheduler_output: Step) -> NixlConnectorMetadata:
-        self._context.commands += self._context.mode.step_commands(scheduler_output.slices)
+        self._mode.plan_step(scheduler_output.slices)
         if self._context.side_channel is not None:
             self._context.commands += self._context.side_channel.take_released()
         commands, self._context.commands = tuple(self._context.commands), []
@@ -420,17 +378,14 @@ class NixlConnectorScheduler(SchedulerSide):
         return NixlConnectorMetadata(commands, optional)
 
     def needs_slices(self, request_id: str) -> bool:
-        return self._context.mode.needs_slices(RequestId(request_id))
+        return self._mode.needs_slices(RequestId(request_id))
 
     def get_kv_connector_stats(self) -> TransferStats | None:
         if self._context.side_channel is not None and (
             dropped := self._context.side_channel.take_num_dropped()
         ):
             self._context.stats.count("dropped_messages", dropped)
-        stats, self._context.stats = self._context.stats, TransferStats()
-        return None if stats.is_empty() else stats
-
-    # -- inside --
+        return self._context.stats.drain()
 
 
 def _no_wakeup() -> None:

@@ -199,7 +199,7 @@ class NixlConnectorWorker(WorkerSide):
     def build_connector_worker_meta(self) -> NixlWorkerMetadata | None:
         """The reports for the scheduler that `get_transfer_results` has collected."""
         worker_metadata, self._worker_metadata = self._worker_metadata, NixlWorkerMetadata()
-        return None if worker_metadata.is_empty else worker_metadata
+        return None if worker_metadata == NixlWorkerMetadata() else worker_metadata
 
     def get_kv_connector_stats(self) -> TransferStats | None:
         # Levels are reported only when they change, so that a step without transfers reports no
@@ -212,8 +212,7 @@ class NixlConnectorWorker(WorkerSide):
             self._stats.set_level("num_peers", reporter, held.peers)
             self._stats.set_level("num_registrations", reporter, held.registrations)
             self._reported = held
-        stats, self._stats = self._stats, TransferStats()
-        return None if stats.is_empty() else stats
+        return self._stats.drain()
 
     def snapshot(self) -> TransferWorkerSnapshot:
         return self._thread.snapshot() if self._thread is not None else TransferWorkerSnapshot()
@@ -295,7 +294,8 @@ class NixlConnectorWorker(WorkerSide):
                 self._worker_metadata.failed[request] = reason
             # The request will fail, but its blocks may still be written; `TransferFailed` follows.
             case TransferAbandoned(request, reason):
-                results.given_up_recving[request] = reason
+                if request not in self._optional_loads:
+                    results.given_up_recving[request] = reason
             case LeaseEnded(request, end):
                 # Every rank has a lease of the same request; rank 0 alone counts it.
                 counter = {

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from kvferry.connectors.contract import Request
 from kvferry.connectors.offloading.events import KVEventLog
 from kvferry.connectors.offloading.lookup import Hit
-from kvferry.protocol.tickets import HOLE
+from kvferry.protocol.tickets import NO_BLOCK
 from kvferry.tiers.base import EntryKey, EntryKeys
 from kvferry.tiers.commands import ChunkTable
 from kvferry.tiers.keys import KeyChain
@@ -79,7 +79,7 @@ class TrackedRequest:
         keys, size = self.chain.keys, self.blocks_per_chunk
         if len(tables) == 1 and not callable(tiers):
             blocks = tables[0][span.start * size : span.stop * size]
-            if len(blocks) == len(span) * size and not (self.has_holes and HOLE in blocks):
+            if len(blocks) == len(span) * size and not (self.has_holes and NO_BLOCK in blocks):
                 # The usual case, without a loop.
                 return ChunkTable(size, keys[0][span.start : span.stop], (0,), blocks, (tiers,))
         rows: list[tuple[EntryKey, int, tuple[str, ...]]] = []
@@ -88,7 +88,7 @@ class TrackedRequest:
             for group, table in enumerate(tables):
                 blocks = tuple(table[index * size : (index + 1) * size])
                 of_chunk = tiers(group, index) if callable(tiers) else tiers
-                if of_chunk and len(blocks) == size and HOLE not in blocks:
+                if of_chunk and len(blocks) == size and NO_BLOCK not in blocks:
                     rows.append((keys[group][index], group, of_chunk))
                     block_ids += blocks
         chosen_keys, groups, chunk_tiers = zip(*rows, strict=True) if rows else ((), (), ())

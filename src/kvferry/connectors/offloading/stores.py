@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from kvferry.connectors.contract import KVCacheGroup, Request, ScheduledSlice
 from kvferry.connectors.offloading.metadata import EndStores
 from kvferry.connectors.offloading.requests import BlockTables, TrackedRequest
-from kvferry.protocol.tickets import HOLE
+from kvferry.protocol.tickets import NO_BLOCK
 from kvferry.tiers.base import EntryKey
 from kvferry.tiers.commands import OffloadCommand, StoreChunks, VoidStores
 
@@ -203,7 +203,7 @@ class RequestStores:
             keys, table = tracked.chain.keys[group], () if tables is None else tables[group]
             # Blocks leave a window from the front.
             index = state.uncopied_from
-            while index < state.num_offered and (index >= len(table) or table[index] == HOLE):
+            while index < state.num_offered and (index >= len(table) or table[index] == NO_BLOCK):
                 gone.append(keys[index])
                 index += 1
             first_kept = min(first_kept, index)

@@ -17,7 +17,7 @@ from kvferry.engine.cache.blocks import BlockPool, BlockRequest, GroupTable
 from kvferry.engine.cache.prefix import CachedPrefix, find_prefix
 from kvferry.engine.limits import SchedulerLimits
 from kvferry.engine.sequence import Match, Sequence
-from kvferry.protocol.tickets import HOLE
+from kvferry.protocol.tickets import NO_BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class BlockAllocator:
             # the missing part.
             edge = self.limits.blocks_for(group.first_visible_token(match.total_tokens))
             tables.append(
-                GroupTable([HOLE] * first + blocks[first:], first, max(len(blocks), edge))
+                GroupTable([NO_BLOCK] * first + blocks[first:], first, max(len(blocks), edge))
             )
         return BlockAllocation(match, tuple(tables), self._num_missing(tables, num_tokens))
 
@@ -144,7 +144,7 @@ class BlockAllocator:
             if first > table.num_holes:
                 gone = slice(table.num_holes, first)
                 self.pool.release(table.block_ids[gone])
-                table.block_ids[gone] = [HOLE] * (first - table.num_holes)
+                table.block_ids[gone] = [NO_BLOCK] * (first - table.num_holes)
                 table.num_holes = first
 
     def num_still_needed(self, seq: Sequence) -> int:

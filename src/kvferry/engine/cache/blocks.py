@@ -16,7 +16,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from kvferry.errors import LocalProtocolError
-from kvferry.protocol.tickets import HOLE
+from kvferry.protocol.tickets import NO_BLOCK
 
 _MAX_CANDIDATES = 8
 """How many extents `take` examines in the class whose extents may be too short."""
@@ -174,12 +174,12 @@ class GroupTable:
 
     @property
     def last(self) -> int:
-        return self.block_ids[-1] if self.block_ids else HOLE
+        return self.block_ids[-1] if self.block_ids else NO_BLOCK
 
 
 @dataclass(frozen=True, slots=True)
 class BlockTable:
-    """The blocks of one sequence, per KV-cache group, for connectors; `HOLE` for freed blocks."""
+    """The blocks of one sequence by KV-cache group, for connectors; `NO_BLOCK` for freed blocks."""
 
     tables: Sequence[GroupTable]
 
@@ -191,7 +191,7 @@ class BlockRequest(NamedTuple):
     """A request for new blocks in one group of a sequence."""
 
     after: int
-    """The new blocks should directly follow this block; `HOLE` means no preference."""
+    """The new blocks should directly follow this block; `NO_BLOCK` means no preference."""
     num_blocks: int
 
 
@@ -338,8 +338,8 @@ class BlockPool:
         # adjacent to a later request.
         self._make_blank(sum(block_request.num_blocks for block_request in block_requests))
         fresh = [
-            [] if block_request.after == HOLE else list(self._free_blank.take_after(*block_request))
-            for block_request in block_requests
+            [] if wanted.after == NO_BLOCK else list(self._free_blank.take_after(*wanted))
+            for wanted in block_requests
         ]
         for block_request, run in zip(block_requests, fresh, strict=True):
             run += self._take_blank(block_request.num_blocks - len(run))

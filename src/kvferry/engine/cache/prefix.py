@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvferry.connectors.contract import KVCacheGroup
 from kvferry.connectors.prefix_search import usable_prefix
-from kvferry.protocol.tickets import HOLE
+from kvferry.protocol.tickets import NO_BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class CachedPrefix:
 
     num_blocks: int
     tables: tuple[list[int], ...]
-    """Per group, `num_blocks` entries; `HOLE` where no token will attend."""
+    """Per group, `num_blocks` entries; `NO_BLOCK` where no token will attend."""
     is_whole: bool = False
     """True if the cache also holds the last block of the sequence.
 
@@ -53,4 +53,4 @@ def find_prefix(
 
 
 def _seen(known: Mapping[bytes, int], first: int, hashes: Sequence[bytes]) -> list[int]:
-    return [HOLE] * first + [known[block_hash] for block_hash in hashes[first:]]
+    return [NO_BLOCK] * first + [known[block_hash] for block_hash in hashes[first:]]

@@ -23,7 +23,7 @@ from kvferry.connectors.contract import KVCacheGroup
 from kvferry.engine.messages import SequenceSlice
 from kvferry.engine.model.device import to_device
 from kvferry.errors import LocalProtocolError
-from kvferry.protocol.tickets import HOLE
+from kvferry.protocol.tickets import NO_BLOCK
 
 DECODE_TILE_TOKENS = 4096
 """Bound on the padded context tokens of a tile, so that K and V fit into the CPU caches."""
@@ -228,10 +228,10 @@ def _table_problem(
     block_size = group.tokens_per_entry(block_size)
     if length > len(block_ids) * block_size:
         return f"{len(block_ids)} blocks for {length} tokens"
-    if max(block_ids) >= num_blocks or min(block_ids) < HOLE:
+    if max(block_ids) >= num_blocks or min(block_ids) < NO_BLOCK:
         return f"a block outside the cache's {num_blocks}"
     if (
-        HOLE
+        NO_BLOCK
         in block_ids[group.first_visible_token(part.start) // block_size : -(-length // block_size)]
     ):
         return (

@@ -18,7 +18,7 @@ from kvferry.protocol.fingerprints import Fingerprint, shared_prefix
 from kvferry.protocol.heartbeats import Deadlines
 from kvferry.protocol.messages import MAX_NAME_CHARS
 from kvferry.protocol.planning.plan import BlockPermutation
-from kvferry.protocol.tickets import HOLE, Ticket
+from kvferry.protocol.tickets import NO_BLOCK, Ticket
 from kvferry.types import Address, EngineId, EngineIncarnation, RequestId
 
 
@@ -70,7 +70,7 @@ class Destination:
         """Return, by group, the blocks that hold any of the tokens."""
         first, end = self.tokens.start // block_size, -(-self.tokens.stop // block_size)
         return tuple(
-            tuple(block for block in group[first:end] if block != HOLE) for group in self.blocks
+            tuple(block for block in group[first:end] if block != NO_BLOCK) for group in self.blocks
         )
 
 

@@ -26,7 +26,7 @@ from kvferry.protocol.planning.axes import (
 )
 from kvferry.protocol.planning.geometry import Geometry
 from kvferry.protocol.planning.heads import heads_of, heads_to_read
-from kvferry.protocol.tickets import HOLE
+from kvferry.protocol.tickets import NO_BLOCK
 from kvferry.types import Axis, AxisKind, MemoryKind, Region
 
 
@@ -207,7 +207,7 @@ def plan_permutations(
             orders.setdefault(overlap.local_index, set()).add(overlap.axes_here)
     permutations = []
     present = {
-        group: _existing(blocks[blocks != HOLE], local.num_blocks, "our")
+        group: _existing(blocks[blocks != NO_BLOCK], local.num_blocks, "our")
         for group in {region.group for region in local.regions}
         for blocks in [_block_slice(local_blocks, group, first, end, "our")]
     }
@@ -301,7 +301,7 @@ def _chunks(
         numbers // in_theirs
     ]
     # Skip our holes, and the producer's holes that lie completely before `needed_from`.
-    wanted = (ours != HOLE) & ~((theirs == HOLE) & ((numbers + 1) * size <= needed_from))
+    wanted = (ours != NO_BLOCK) & ~((theirs == NO_BLOCK) & ((numbers + 1) * size <= needed_from))
     ours, theirs = (
         _existing(ours[wanted], local.num_blocks, "our"),
         _existing(theirs[wanted], remote.num_blocks, "the ticket's"),
@@ -334,7 +334,7 @@ def _state_chunk(
     """
     here, there = ((tokens.stop - 1) // side.block_size for side in (local, remote))
     ours = _block_slice(local_blocks, group, here, here + 1, "our")
-    if ours[0] == HOLE:
+    if ours[0] == NO_BLOCK:
         return []
     theirs = _block_slice(remote_blocks, group, there, there + 1, "the ticket's")
     return [
@@ -475,7 +475,7 @@ def _existing(chosen: Offsets, num_blocks: int, whose: str) -> Offsets:
     if len(chosen) and (int(chosen.min()) < 0 or int(chosen.max()) >= num_blocks):
         what = (
             "has no block where one is needed"
-            if HOLE in chosen
+            if NO_BLOCK in chosen
             else f"names blocks outside 0..{num_blocks - 1}"
         )
         raise RemoteProtocolError(f"{whose} block list {what}")

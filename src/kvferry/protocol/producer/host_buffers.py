@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from kvferry.events import LeaseEnded
 from kvferry.protocol.actions import CopyToHostBuffer
 from kvferry.protocol.outbox import Outbox
-from kvferry.protocol.tickets import HOLE
+from kvferry.protocol.tickets import NO_BLOCK
 from kvferry.types import RequestId, Route
 
 # -- copy queue --
@@ -311,7 +311,7 @@ class HostBufferCopies:
         lease_copy.copies[self._last_copy] = blocks
         self._owners[self._last_copy] = lease_copy
         if self._queue.join(
-            self._last_copy, {block for group in blocks for block in group if block != HOLE}
+            self._last_copy, {block for group in blocks for block in group if block != NO_BLOCK}
         ):
             self._begin([self._last_copy])
 

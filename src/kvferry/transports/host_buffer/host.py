@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import LocalProtocolError
-from kvferry.transports.base import HOLE
+from kvferry.transports.base import NO_BLOCK
 from kvferry.transports.copy.gather import (
     SLICE_BYTES,
     SLICE_COST,
@@ -110,7 +110,7 @@ def blocks_by_region(
     LocalProtocolError for block ids that do not exist.
     """
     by_group = [np.unique(np.asarray(group, np.int64)) for group in blocks]
-    by_group = [numbers[numbers != HOLE] for numbers in by_group]
+    by_group = [numbers[numbers != NO_BLOCK] for numbers in by_group]
     chosen = []
     for index, region in enumerate(regions):
         numbers = by_group[region.group] if region.group < len(by_group) else np.empty(0, np.int64)
