@@ -33,10 +33,9 @@ from kvferry.transports.copy.gather import AddressCopies, HostAddressCopier
 from kvferry.transports.tcp import wire
 from kvferry.transports.torch_dist import channel as dist_channel
 from kvferry.transports.torch_dist import group as dist_group
-from kvferry.transports.torch_dist import server as dist_server
 from kvferry.transports.torch_dist import staging as dist_staging
 from kvferry.transports.torch_dist import transport as dist_transport
-from kvferry.transports.torch_dist.channel import Channel, DistOffer
+from kvferry.transports.torch_dist.channel import Channel, DistOffer, DistSettings
 from kvferry.transports.torch_dist.group import (
     MAX_FRAMES,
     Backend,
@@ -44,7 +43,6 @@ from kvferry.transports.torch_dist.group import (
     Member,
     PairGroup,
 )
-from kvferry.transports.torch_dist.settings import DistSettings
 from kvferry.transports.torch_dist.transport import DistTransport
 from kvferry.types import EngineId, Epoch, PeerId, Region
 from kvferry.worker import thread as worker_thread
@@ -116,7 +114,7 @@ def test_strangers_that_stay_silent_do_not_keep_peers_out(
     offer = wire.TcpOffer(far.offer.host, far.offer.port, far.offer.token)
     with contextlib.ExitStack() as stack:
         strangers = [
-            stack.enter_context(dial(offer)) for _ in range(dist_server.MAX_UNAUTHENTICATED + 9)
+            stack.enter_context(dial(offer)) for _ in range(dist_transport.MAX_UNAUTHENTICATED + 9)
         ]
         near.assert_reads(far)
         for oldest in strangers[:9]:
@@ -509,7 +507,8 @@ def _liar(lie: Lie, at_end: Callable[[], None] = lambda: None) -> Iterator[Trans
         def serve() -> None:
             connection, _ = listener.accept()
             with connection, contextlib.suppress(OSError, TransportError):
-                channel = Channel.accept(connection, token)
+                channel = Channel(connection)
+                channel.authenticate_client(token)
                 channel.receive(1)
                 group = PairGroup.meet(channel, Backend.GLOO, Member.PRODUCER, 0)
                 lie(channel, group)

@@ -42,7 +42,7 @@ from kvferry.transports.nixl.bounce.transport import BounceNixlTransport
 from kvferry.transports.nixl.transport import NetworkReach, NixlTransport
 from kvferry.transports.shm import SharedMemory, ShmTransport
 from kvferry.transports.tcp.transport import TcpTransport
-from kvferry.transports.torch_dist.settings import DistSettings
+from kvferry.transports.torch_dist.channel import DistSettings
 from kvferry.transports.zmq import CurveKeys, ZmqTransport
 from kvferry.types import MemoryKind, Region
 
