@@ -68,9 +68,7 @@ class GroupThread(threading.Thread):
             self.failure = f"{type(error).__name__}: {error}"
 
     def _meet(self, channel: Channel) -> None:
-        backend = self._agree(channel)
-        self._pool.enter_device()
-        group = PairGroup.meet(channel, backend, self._me, self._num_channels)
+        group = PairGroup.meet(channel, self._agree(channel), self._me, self._num_channels)
         try:
             self._take_part(channel, group)
         finally:
@@ -132,6 +130,7 @@ class DistLink(GroupThread, Link):
         self.waiting.put(None)
 
     def _connected(self) -> Channel:
+        self._pool.enter_device()
         return Channel.dial(self._offer)
 
     def _agree(self, channel: Channel) -> Backend:
@@ -205,6 +204,7 @@ class ServedPeer(GroupThread):
     def _agree(self, channel: Channel) -> Backend:
         channel.authenticate_client(self._token)
         self.is_known = True
+        self._pool.enter_device()
         asked = channel.receive(1)[0]
         if asked not in list(Backend):
             raise RemoteProtocolError(f"the peer asks for backend {asked}")
