@@ -12,7 +12,7 @@ import pytest
 from kvferry.config import ClusterSecret, KVTransferConfig, SideChannelConfig
 from kvferry.errors import ConfigError
 from kvferry.transports.base import CacheMemory, Received
-from kvferry.transports.mooncake.agent_process import MooncakeSettings
+from kvferry.transports.mooncake.transport import MooncakeSettings
 from kvferry.transports.registry import ConfiguredTransportKit, nixl_settings
 
 SECRET = ClusterSecret.load({"KVFERRY_SECRET": "0123456789abcdef0123456789abcdef"})

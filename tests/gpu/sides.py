@@ -15,7 +15,7 @@ from kvferry.transports.cuda_ipc.transport import CudaIpcTransport
 from kvferry.transports.nixl.bounce.settings import BounceSettings
 from kvferry.transports.nixl.bounce.transport import BounceNixlTransport
 from kvferry.transports.nixl.transport import NixlTransport
-from kvferry.transports.torch_dist.settings import DistSettings
+from kvferry.transports.torch_dist.channel import DistSettings
 from kvferry.transports.torch_dist.transport import DistTransport
 from kvferry.types import MemoryKind, Region
 

@@ -9,8 +9,7 @@ from kvferry.transports.base import DataTransport
 from kvferry.transports.copy.gather import copy_by_numpy
 from kvferry.transports.faulty import FaultyTransport, parse_faults
 from kvferry.transports.memory import MemoryNetwork, MemoryTransport
-from kvferry.transports.mooncake.agent_process import MooncakeSettings
-from kvferry.transports.mooncake.transport import MooncakeTransport
+from kvferry.transports.mooncake.transport import MooncakeSettings, MooncakeTransport
 from kvferry.transports.nixl.bounce.settings import BounceSettings
 from kvferry.transports.nixl.bounce.transport import BounceNixlTransport
 from kvferry.transports.nixl.transport import NixlTransport

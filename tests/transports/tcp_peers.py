@@ -1,5 +1,5 @@
-"""For the tests of the tcp transport: transports with their own memory, and peers that dial them or
-answer them by hand.
+"""For the tests of the tcp and the dist transport: transports with their own memory, and peers that
+dial them or answer them by hand.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ BLOCKS = 64
 class Memory:
     """A transport with its own memory, which has guard bytes on either side of the region."""
 
-    transport: TcpTransport
+    transport: DataTransport
     bytes: np.ndarray[tuple[int], np.dtype[np.uint8]]
     regions: list[Region]
 
@@ -49,10 +49,11 @@ class Memory:
 
 
 @contextlib.contextmanager
-def memory(fill: int = 0) -> Iterator[Memory]:
+def memory(fill: int = 0, transport: DataTransport | None = None) -> Iterator[Memory]:
+    """`transport`: tcp, if it is not given."""
     content = np.full((BLOCKS + 2) * BLOCK, fill, np.uint8)
     regions = [Region("kv", content.ctypes.data + BLOCK, BLOCK, BLOCK, BLOCKS)]
-    transport = TcpTransport("127.0.0.1", "127.0.0.1")
+    transport = transport or TcpTransport("127.0.0.1", "127.0.0.1")
     assert transport.register(regions)
     try:
         yield Memory(transport, content, regions)

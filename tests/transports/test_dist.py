@@ -21,8 +21,11 @@ from tests.transports.tcp_peers import (
     BLOCKS,
     DEADLINE_S,
     PEER,
+    Memory,
     all_blocks,
+    assert_still_serves,
     dial,
+    memory,
     rest_of,
     wait,
 )
@@ -33,10 +36,9 @@ from kvferry.transports.copy.gather import AddressCopies, HostAddressCopier
 from kvferry.transports.tcp import wire
 from kvferry.transports.torch_dist import channel as dist_channel
 from kvferry.transports.torch_dist import group as dist_group
-from kvferry.transports.torch_dist import server as dist_server
 from kvferry.transports.torch_dist import staging as dist_staging
 from kvferry.transports.torch_dist import transport as dist_transport
-from kvferry.transports.torch_dist.channel import Channel, DistOffer
+from kvferry.transports.torch_dist.channel import Channel, DistOffer, DistSettings
 from kvferry.transports.torch_dist.group import (
     MAX_FRAMES,
     Backend,
@@ -44,88 +46,58 @@ from kvferry.transports.torch_dist.group import (
     Member,
     PairGroup,
 )
-from kvferry.transports.torch_dist.settings import DistSettings
 from kvferry.transports.torch_dist.transport import DistTransport
-from kvferry.types import EngineId, Epoch, PeerId, Region
+from kvferry.types import EngineId, Epoch, PeerId
 from kvferry.worker import thread as worker_thread
 
 CANARY = 5
 
 
-class Side:
-    """A transport with its own memory, which has guard bytes on either side of the region."""
-
-    def __init__(self, fill: int, settings: DistSettings | None = None) -> None:
-        self.bytes = np.full((BLOCKS + 2) * BLOCK, fill, np.uint8)
-        self.regions = [Region("kv", self.bytes.ctypes.data + BLOCK, BLOCK, BLOCK, BLOCKS)]
-        self.transport = DistTransport("127.0.0.1", "127.0.0.1", settings)
-        assert self.transport.register(self.regions)
-
-    @property
-    def offer(self) -> DistOffer:
-        return msgspec.msgpack.decode(self.transport.offer().blob, type=DistOffer)
-
-    def assert_reads(self, far: "Side") -> None:
-        self.transport.connect(PEER, far.transport.offer(), far.regions)
-        self.bytes[:] = 0
-        completion = wait(self.transport, self.transport.read(PEER, all_blocks()))
-        assert completion.ok, completion.error
-        assert np.array_equal(self.bytes[BLOCK:-BLOCK], far.bytes[BLOCK:-BLOCK])
-        assert not self.bytes[:BLOCK].any()
-        assert not self.bytes[-BLOCK:].any()
-
-
-@contextlib.contextmanager
-def side(fill: int, settings: DistSettings | None = None) -> Iterator[Side]:
-    made = Side(fill, settings)
-    try:
-        yield made
-    finally:
-        made.transport.close()
+def dist(settings: DistSettings | None = None) -> DistTransport:
+    return DistTransport("127.0.0.1", "127.0.0.1", settings)
 
 
 @pytest.fixture
-def near() -> Iterator[Side]:
-    with side(CANARY) as made:
+def near() -> Iterator[Memory]:
+    with memory(CANARY, dist()) as made:
         yield made
 
 
 @pytest.fixture
-def far() -> Iterator[Side]:
-    with side(7) as made:
+def far() -> Iterator[Memory]:
+    with memory(7, dist()) as made:
         yield made
 
 
 def test_a_stranger_reads_nothing_and_is_sent_away(
-    near: Side, far: Side, monkeypatch: pytest.MonkeyPatch
+    near: Memory, far: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dist_channel, "PROOF_TIMEOUT_S", 0.2)
-    offer = wire.TcpOffer(far.offer.host, far.offer.port, far.offer.token)
     for said in (b"", b"GET / HTTP/1.1\r\n\r\n", secrets.token_bytes(48), secrets.token_bytes(999)):
-        with dial(offer) as connection:
+        with dial(far.offer) as connection:
             connection.sendall(said)
             assert len(rest_of(connection)) <= wire.GREETING_BYTES
     monkeypatch.undo()
-    near.assert_reads(far)
+    assert_still_serves(near, far)
 
 
 def test_strangers_that_stay_silent_do_not_keep_peers_out(
-    near: Side, far: Side, monkeypatch: pytest.MonkeyPatch
+    near: Memory, far: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dist_channel, "PROOF_TIMEOUT_S", 1000.0)
-    offer = wire.TcpOffer(far.offer.host, far.offer.port, far.offer.token)
     with contextlib.ExitStack() as stack:
         strangers = [
-            stack.enter_context(dial(offer)) for _ in range(dist_server.MAX_UNAUTHENTICATED + 9)
+            stack.enter_context(dial(far.offer))
+            for _ in range(dist_transport.MAX_UNAUTHENTICATED + 9)
         ]
-        near.assert_reads(far)
+        assert_still_serves(near, far)
         for oldest in strangers[:9]:
             assert len(rest_of(oldest)) <= wire.GREETING_BYTES
 
 
-def test_the_ports_of_gloo_survive_noise(near: Side, far: Side) -> None:
+def test_the_ports_of_gloo_survive_noise(near: Memory, far: Memory) -> None:
     listening = _own_listening_ports()
-    near.assert_reads(far)
+    assert_still_serves(near, far)
     before = near.bytes.copy()
     ports = _own_listening_ports() - listening
     assert len(ports) == 2, "each side of a gloo group listens"
@@ -138,7 +110,7 @@ def test_the_ports_of_gloo_survive_noise(near: Side, far: Side) -> None:
     assert np.array_equal(near.bytes, before)
 
 
-def test_bytes_that_the_peer_did_not_send_never_reach_the_cache(near: Side) -> None:
+def test_bytes_that_the_peer_did_not_send_never_reach_the_cache(near: Memory) -> None:
     def lie(channel: Channel, group: PairGroup) -> None:
         size_bytes = _take_request(channel)
         channel.send(wire.pack_reply())
@@ -149,7 +121,7 @@ def test_bytes_that_the_peer_did_not_send_never_reach_the_cache(near: Side) -> N
     assert "not the bytes that the peer sent" in error
 
 
-def test_a_tag_is_valid_for_one_batch_only(near: Side) -> None:
+def test_a_tag_is_valid_for_one_batch_only(near: Memory) -> None:
     """The liar repeats the first batch with its tag."""
 
     def lie(channel: Channel, group: PairGroup) -> None:
@@ -207,7 +179,7 @@ def test_a_peer_that_never_connects_to_gloo_fails_in_time(
             meeting.result(DEADLINE_S - 2)
 
 
-def test_a_refusal_and_an_early_end_are_errors(near: Side) -> None:
+def test_a_refusal_and_an_early_end_are_errors(near: Memory) -> None:
     def refuse(channel: Channel, group: PairGroup) -> None:
         _take_request(channel)
         channel.send(wire.pack_reply("no such memory"))
@@ -221,7 +193,9 @@ def test_a_refusal_and_an_early_end_are_errors(near: Side) -> None:
 
 
 @pytest.mark.parametrize("operation", [Operation.READ, Operation.WRITE])
-def test_a_peer_is_refused_memory_out_of_range(near: Side, far: Side, operation: Operation) -> None:
+def test_a_peer_is_refused_memory_out_of_range(
+    near: Memory, far: Memory, operation: Operation
+) -> None:
     first = far.regions[0].address
     for address in (first - 1, first + BLOCKS * BLOCK - BLOCK + 1, 0, -8, 1 << 62):
         channel = Channel.dial(far.offer)
@@ -233,11 +207,11 @@ def test_a_peer_is_refused_memory_out_of_range(near: Side, far: Side, operation:
             channel.receive_reply()
         channel.close()
         group.abort()
-    near.assert_reads(far)
+    assert_still_serves(near, far)
     assert np.all(far.bytes == 7)
 
 
-def test_bytes_of_a_cancelled_read_do_not_reach_the_cache(near: Side) -> None:
+def test_bytes_of_a_cancelled_read_do_not_reach_the_cache(near: Memory) -> None:
     is_asked, is_cancelled = threading.Event(), threading.Event()
 
     def answer_late(channel: Channel, group: PairGroup) -> None:
@@ -261,7 +235,7 @@ def test_bytes_of_a_cancelled_read_do_not_reach_the_cache(near: Side) -> None:
     assert np.all(near.bytes[2 * BLOCK :] == CANARY), "a cancelled read has changed the cache"
 
 
-def test_bytes_that_arrive_after_a_revocation_do_not_reach_the_cache(far: Side) -> None:
+def test_bytes_that_arrive_after_a_revocation_do_not_reach_the_cache(far: Memory) -> None:
     far.transport.grant_writes(3, [[0]])
     channel = Channel.dial(far.offer)
     channel.send(bytes([Backend.GLOO]))
@@ -283,7 +257,7 @@ def test_bytes_that_arrive_after_a_revocation_do_not_reach_the_cache(far: Side) 
 
 
 def test_a_read_ends_only_when_a_slow_copy_is_done(
-    near: Side, far: Side, slow: "SlowCopies"
+    near: Memory, far: Memory, slow: "SlowCopies"
 ) -> None:
     near.transport.connect(PEER, far.transport.offer(), far.regions)
     handle = near.transport.read(PEER, all_blocks())
@@ -298,7 +272,7 @@ def test_a_read_ends_only_when_a_slow_copy_is_done(
 
 
 def test_a_write_ends_only_when_a_slow_copy_is_done(
-    near: Side, far: Side, slow: "SlowCopies"
+    near: Memory, far: Memory, slow: "SlowCopies"
 ) -> None:
     far.transport.grant_writes(3, [range(BLOCKS)])
     near.transport.connect(PEER, far.transport.offer(), far.regions)
@@ -311,7 +285,7 @@ def test_a_write_ends_only_when_a_slow_copy_is_done(
 
 
 def test_a_revocation_ends_only_when_a_slow_copy_is_done(
-    near: Side, far: Side, slow: "SlowCopies"
+    near: Memory, far: Memory, slow: "SlowCopies"
 ) -> None:
     far.transport.grant_writes(3, [range(BLOCKS)])
     near.transport.connect(PEER, far.transport.offer(), far.regions)
@@ -327,7 +301,7 @@ def test_a_revocation_ends_only_when_a_slow_copy_is_done(
 
 
 def test_close_waits_for_a_slow_copy(
-    near: Side, far: Side, slow: "SlowCopies", monkeypatch: pytest.MonkeyPatch
+    near: Memory, far: Memory, slow: "SlowCopies", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dist_transport, "CLOSE_TIMEOUT_S", 0.0)
     near.transport.connect(PEER, far.transport.offer(), far.regions)
@@ -340,7 +314,7 @@ def test_close_waits_for_a_slow_copy(
 
 
 def test_close_does_not_wait_for_a_silent_peer_and_no_byte_follows(
-    near: Side, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    near: Memory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert dist_transport.CLOSE_TIMEOUT_S < worker_thread.CLOSE_TIMEOUT_S
     monkeypatch.setattr(dist_transport, "CLOSE_TIMEOUT_S", 0.0)
@@ -369,7 +343,7 @@ def test_close_does_not_wait_for_a_silent_peer_and_no_byte_follows(
 
 
 def test_a_peer_that_stays_silent_fails_the_read(
-    near: Side, monkeypatch: pytest.MonkeyPatch
+    near: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dist_channel, "STALL_TIMEOUT_S", 0.5)
     is_over = threading.Event()
@@ -384,8 +358,8 @@ def test_a_peer_that_stays_silent_fails_the_read(
         is_over.set()
 
 
-def test_one_staging_buffer_serves_several_peers_in_turn(far: Side) -> None:
-    with side(1, DistSettings(host_pool_bytes=0)) as small:
+def test_one_staging_buffer_serves_several_peers_in_turn(far: Memory) -> None:
+    with memory(1, dist(DistSettings(host_pool_bytes=0))) as small:
         peers = [PeerId(EngineId(name), Epoch("1"), 0) for name in "abcd"]
         for peer in peers:
             small.transport.connect(peer, far.transport.offer(), far.regions)
@@ -400,9 +374,9 @@ def test_one_staging_buffer_serves_several_peers_in_turn(far: Side) -> None:
         assert np.all(small.bytes[BLOCK:-BLOCK] == 7)
 
 
-def test_nccl_without_a_gpu_is_refused(far: Side) -> None:
+def test_nccl_without_a_gpu_is_refused(far: Memory) -> None:
     with (
-        side(1, DistSettings(backend="nccl")) as made,
+        memory(1, dist(DistSettings(backend="nccl"))) as made,
         pytest.raises(TransportError, match="set backend to gloo"),
     ):
         made.transport.connect(PEER, far.transport.offer(), far.regions)
@@ -415,9 +389,9 @@ class SlowCopies:
         self._is_slow = threading.Event()
         self._are_allowed = threading.Event()
         self._questions_left = 0
-        self._fast: list[Side] = []
+        self._fast: list[Memory] = []
 
-    def allow_copies_from(self, cache: Side) -> None:
+    def allow_copies_from(self, cache: Memory) -> None:
         self._fast.append(cache)
 
     def allow_all(self, after_questions: int = 0) -> None:
@@ -450,7 +424,7 @@ class SlowJob:
         self._is_done = False
         self.num_questions = 0
 
-    def comes_from(self, cache: Side) -> bool:
+    def comes_from(self, cache: Memory) -> bool:
         first, size_bytes = cache.bytes.ctypes.data, cache.bytes.nbytes
         return all(first <= each.sources[0] < first + size_bytes for each in self._copies)
 
@@ -471,7 +445,7 @@ class SlowCopier(HostAddressCopier):
 
 
 @pytest.fixture
-def slow(near: Side, far: Side, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowCopies]:
+def slow(near: Memory, far: Memory, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowCopies]:
     """Slow copies in transports that make their staging buffers from now on."""
     made = SlowCopies()
     monkeypatch.setattr(dist_staging, "copier_for", lambda _: SlowCopier(made))
@@ -484,7 +458,7 @@ Lie = Callable[[Channel, PairGroup], None]
 
 
 def _read_from_liar(
-    near: Side, lie: Lie, at_end: Callable[[], None] = lambda: None, reads: int = 1
+    near: Memory, lie: Lie, at_end: Callable[[], None] = lambda: None, reads: int = 1
 ) -> str:
     """Read from a peer that proves its token and then does `lie`. Returns the error of the last
     read, after which the canary must be untouched unless an earlier read succeeded.
@@ -509,7 +483,8 @@ def _liar(lie: Lie, at_end: Callable[[], None] = lambda: None) -> Iterator[Trans
         def serve() -> None:
             connection, _ = listener.accept()
             with connection, contextlib.suppress(OSError, TransportError):
-                channel = Channel.accept(connection, token)
+                channel = Channel(connection)
+                channel.authenticate_client(token)
                 channel.receive(1)
                 group = PairGroup.meet(channel, Backend.GLOO, Member.PRODUCER, 0)
                 lie(channel, group)

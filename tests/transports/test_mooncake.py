@@ -32,7 +32,7 @@ from kvferry.testing.transport_pairs import (
 )
 from kvferry.transports.base import Completion, Handle, Segments, TransportOffer
 from kvferry.transports.mooncake.agent import GREETING_BYTES, MAX_CONNECTIONS, Greeting
-from kvferry.transports.mooncake.agent_process import MooncakeSettings
+from kvferry.transports.mooncake.transport import MooncakeSettings
 from kvferry.types import EngineId, Epoch, PeerId
 
 DEADLINE_S = 60.0

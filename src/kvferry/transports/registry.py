@@ -35,14 +35,13 @@ from kvferry.transports.cuda_ipc.transport import CudaIpcTransport
 from kvferry.transports.host_buffer.host import CpuHostBuffer
 from kvferry.transports.host_buffer.store import HostBlockStore
 from kvferry.transports.locality import has_rdma
-from kvferry.transports.mooncake.agent_process import MooncakeSettings
-from kvferry.transports.mooncake.transport import MooncakeTransport
+from kvferry.transports.mooncake.transport import MooncakeSettings, MooncakeTransport
 from kvferry.transports.nixl.bounce.settings import BounceSettings
 from kvferry.transports.nixl.bounce.transport import BounceNixlTransport
 from kvferry.transports.nixl.transport import NetworkReach, NixlTransport
 from kvferry.transports.shm import SharedMemory, ShmTransport
 from kvferry.transports.tcp.transport import TcpTransport
-from kvferry.transports.torch_dist.settings import DistSettings
+from kvferry.transports.torch_dist.channel import DistSettings
 from kvferry.transports.zmq import CurveKeys, ZmqTransport
 from kvferry.types import MemoryKind, Region
 

@@ -15,7 +15,6 @@ import socket
 import sys
 from collections.abc import Callable
 from enum import StrEnum
-from selectors import BaseSelector
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -85,10 +84,6 @@ class _StoreCalls(AgentWork):
 
     def load(self) -> None:
         import mooncake.store  # noqa: F401
-
-    def start(self, selector: BaseSelector) -> None:
-        # Before the first call, which waits for the first attempt to connect.
-        self.tick()
 
     def caller(self, number: int) -> Callable[[bytes], list[int]]:
         return _Lane(self, self._settings.memories[number]).answer

@@ -28,8 +28,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, cast
 
 import msgspec
 import numpy as np
@@ -101,45 +100,27 @@ class Greeting:
         return cls(*_GREETING.unpack(message)[1:])
 
 
-class _Engines:
-    """The Transfer Engines of this process: one, unless a port of a peer has changed hands.
-
-    A Transfer Engine never forgets what it once knew of a port. If another process has the port
-    now, reads fail for ever, so another Transfer Engine has to make them. The old ones stay: their
-    destructors are not safe.
-    """
-
-    def __init__(self, make: Callable[[], "TransferEngine"]) -> None:
-        self._make = make
-        self._all = [make()]
-        self._known: dict[str, bytes] = {}
-        self._lock = threading.Lock()
-
-    @property
-    def serving(self) -> "TransferEngine":
-        return self._all[0]
-
-    def reader(self, peer: str, incarnation: bytes) -> "TransferEngine":
-        with self._lock:
-            if self._known.setdefault(peer, incarnation) != incarnation:
-                self._all.append(self._make())
-                self._known = {peer: incarnation}
-            return self._all[-1]
-
-
 class _Greeter:
-    """Accepts peers and greets each of them."""
+    """Accepts peers and greets each of them, on a thread of its own."""
 
     def __init__(self, listener: socket.socket, greeting: Greeting) -> None:
         self._listener = listener
         self._greeting = greeting.encode()
         self._peers: dict[socket.socket, str] = {}
         """The address of each peer, in the order of arrival."""
+        self._selector = selectors.DefaultSelector()
 
-    def start(self, selector: selectors.BaseSelector) -> None:
-        self._selector = selector
+    def run(self) -> None:
         self._listener.setblocking(False)
-        selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._listener:
+                    self._accept()
+                else:
+                    # Peers send nothing: one that does has closed the connection, or does not know
+                    # our protocol.
+                    self._drop(cast(socket.socket, key.fileobj))
 
     def _accept(self) -> None:
         try:
@@ -153,9 +134,7 @@ class _Greeter:
             self._drop(next(each for each, host in self._peers.items() if host == crowd))
         peer.setblocking(False)
         self._peers[peer] = address[0]
-        # Peers send nothing: one that does has closed the connection, or does not know our
-        # protocol.
-        self._selector.register(peer, selectors.EVENT_READ, partial(self._drop, peer))
+        self._selector.register(peer, selectors.EVENT_READ)
         # So short that it fits into the empty buffer of a new connection. The peer may have gone.
         with suppress(OSError):
             peer.send(self._greeting)
@@ -168,33 +147,44 @@ class _Greeter:
 
 
 class _Reads(AgentWork):
-    """Serves one cache to peers, and reads from peers into it."""
+    """Serves one cache to peers, and reads from peers into it.
+
+    There is one Transfer Engine, unless a port of a peer has changed hands. A Transfer Engine never
+    forgets what it once knew of a port. If another process has the port now, reads fail for ever,
+    so another Transfer Engine has to make them. The old ones stay: their destructors are not safe.
+    """
 
     def __init__(self, settings: AgentSettings) -> None:
         self._settings = settings
+        self._engines: list[TransferEngine] = []
+        """The first serves peers, the last reads from them."""
+        self._known: dict[str, bytes] = {}
+        """The incarnation of each peer that the last engine has read from."""
+        self._lock = threading.Lock()
 
     def load(self) -> None:
-        served, landing = _mapped(self._settings)
-        self._address = landing.ctypes.data
-        self._cache = landing  # keeps the memory mapped
-        self._engines = _Engines(lambda: _started(self._settings, served))
-        port, incarnation = (
-            self._engines.serving.get_rpc_port(),
+        self._served, self._cache = _mapped(self._settings)
+        self._engines.append(_started(self._settings, self._served))
+        greeting = Greeting(
+            self._engines[0].get_rpc_port(),
+            self._served.ctypes.data,
             secrets.token_bytes(INCARNATION_BYTES),
         )
-        listener = socket.socket(fileno=self._settings.listener)
-        self._greeter = _Greeter(listener, Greeting(port, served.ctypes.data, incarnation))
-
-    def start(self, selector: selectors.BaseSelector) -> None:
-        self._greeter.start(selector)
+        greeter = _Greeter(socket.socket(fileno=self._settings.listener), greeting)
+        threading.Thread(target=greeter.run, daemon=True).start()
 
     def caller(self, number: int) -> Callable[[bytes], int]:
         return self._read
 
     def _read(self, message: bytes) -> int:
         call = msgspec.msgpack.decode(message, type=ReadCall)
-        local = [self._address + offset for offset in call.local]
-        engine = self._engines.reader(call.peer, call.incarnation)
+        cache = self._cache.ctypes.data
+        with self._lock:
+            if self._known.setdefault(call.peer, call.incarnation) != call.incarnation:
+                self._engines.append(_started(self._settings, self._served))
+                self._known = {call.peer: call.incarnation}
+            engine = self._engines[-1]
+        local = [cache + offset for offset in call.local]
         return int(engine.batch_transfer_sync_read(call.peer, local, call.remote, call.sizes))
 
 

@@ -11,12 +11,10 @@ closed the control pipe or is gone.
 """
 
 import os
-import selectors
 import socket
 import subprocess
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from multiprocessing import Pipe
@@ -191,23 +189,19 @@ class AgentWork:
         """
         raise NotImplementedError
 
-    def start(self, selector: selectors.BaseSelector) -> None:
-        """Begin, before the first call. The main thread calls the data of each file that is
-        registered for reading here.
-        """
-
     def caller(self, number: int) -> Callable[[bytes], Any]:
         """Makes the calls of one channel: takes a call's message, returns the answer."""
         raise NotImplementedError
 
     def tick(self) -> None:
-        """Called at least once in `POLL_S`."""
+        """Called before the first call, and then at least once in `POLL_S`."""
 
     def leave(self) -> None:
         """The owner has closed the agent, or is gone."""
 
 
 def run_agent(work: AgentWork) -> None:
+    threading.excepthook = _end_process
     files = msgspec.json.decode(sys.argv[1], type=AgentFiles)
     control = Connection(files.control)
     try:
@@ -216,19 +210,11 @@ def run_agent(work: AgentWork) -> None:
         control.send_bytes(str(error).encode())
         raise SystemExit(1) from None
     control.send_bytes(b"")
-    selector = selectors.DefaultSelector()
-    selector.register(control.fileno(), selectors.EVENT_READ)
-    work.start(selector)
+    work.tick()
     for number, file in enumerate(files.channels):
         arguments = (socket.socket(fileno=file), work.caller(number))
         threading.Thread(target=_serve, args=arguments, daemon=True).start()
-    is_closed = False
-    while not is_closed and os.getppid() == files.parent:
-        for key, _ in selector.select(POLL_S):
-            if key.data is None:
-                is_closed = True
-            else:
-                key.data()
+    while not control.poll(POLL_S) and os.getppid() == files.parent:
         work.tick()
     work.leave()
     # Not `exit`: Mooncake's destructors would free what its threads still use.
@@ -237,13 +223,21 @@ def run_agent(work: AgentWork) -> None:
 
 def _serve(channel: socket.socket, call: Callable[[bytes], Any]) -> None:
     # The owner closes the channel, also during a call.
-    with suppress(OSError):
-        while message := channel.recv(MAX_CALL_BYTES):
-            try:
-                answer = msgspec.msgpack.encode(call(message))
-            # Top of a call: the owner notices the end of the process and starts another one. It
-            # would not notice the end of one thread.
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
+    while message := _received(channel):
+        answer = msgspec.msgpack.encode(call(message))
+        with suppress(OSError):
             channel.send(answer)
+
+
+def _received(channel: socket.socket) -> bytes:
+    with suppress(OSError):
+        return channel.recv(MAX_CALL_BYTES)
+    return b""
+
+
+def _end_process(failure: threading.ExceptHookArgs) -> None:
+    """The owner notices the end of the process and starts another one. It would not notice the end
+    of one thread.
+    """
+    threading.__excepthook__(failure)
+    os._exit(1)

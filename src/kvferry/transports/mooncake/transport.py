@@ -12,6 +12,7 @@ The transport only reads. A read is cut into batches, which the agent's lanes fe
 """
 
 import ipaddress
+import logging
 import socket
 import time
 from collections import deque
@@ -31,10 +32,10 @@ from kvferry.transports.linked import (
     check_offered,
     decoded_offer,
 )
-from kvferry.transports.mooncake.agent import GREETING_BYTES, Greeting, ReadCall
-from kvferry.transports.mooncake.agent_process import AgentProcess, MooncakeSettings
-from kvferry.transports.mooncake.process import ENDED
+from kvferry.transports.mooncake.agent import GREETING_BYTES, AgentSettings, Greeting, ReadCall
+from kvferry.transports.mooncake.process import ENDED, AgentFailed, CallChannel, MooncakeProcess
 from kvferry.transports.shm import SharedMemory
+from kvferry.transports.tcp.loop import listening_on
 from kvferry.types import Address, PeerId, Region
 
 MAX_BATCH_BYTES = 8 * 1024 * 1024
@@ -44,11 +45,46 @@ a call must fit into the buffer of a lane's channel.
 """
 SERVING_INTERVAL_S = 1.0
 """How often an agent that serves peers is looked after."""
+RESTART_S = 1.0
+"""The shortest time between two starts."""
+DEFAULTS = {
+    # Mooncake logs a dozen lines when it starts, and each connection that fails.
+    "MC_LOG_LEVEL": "ERROR",
+    "GLOG_minloglevel": "2",
+    # Otherwise a read waits 30 s for a peer that is stopped.
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "10",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "10",
+    # Otherwise a descriptor fails that waits 1 s for a place in Mooncake's queue; on a busy machine
+    # some do.
+    "MC_TCP_ADMISSION_TIMEOUT_MS": "10000",
+    # Each descriptor is a round trip, and a connection carries one at a time. The default is 4, the
+    # maximum 16.
+    "MC_TCP_LANES_PER_PEER": "16",
+    # Otherwise a call fails that takes longer than 30 s. `read_timeout` is the limit of a read.
+    "MC_TRANSFER_TIMEOUT": "86400",
+}
+"""Variables of the agent that the operator has not set."""
+
 MAX_REPEATED = 20
 """How many batches a read repeats because our agents have ended. A few are with the agent when it
 ends.
 """
-BACKLOG = 512
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class MooncakeSettings:
+    protocol: str = "tcp"
+    num_workers: int = 10
+    """Reads that the agent makes at once."""
+    device_name: str = ""
+    connect_s: float = 5.0
+    """How long a peer may take to greet. A new agent needs about a second to start."""
+    stop_s: float = 15.0
+    """How long a stopped read may still write into our memory before the agent is killed; longer
+    than Mooncake waits for a silent peer.
+    """
 
 
 class _MooncakeOffer(msgspec.Struct, frozen=True, array_like=True):
@@ -61,7 +97,9 @@ class _MooncakeOffer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MooncakeTransport(LinkedTransport["_MooncakeLink", "_Read"]):
-    """Implements `transports.base.DataTransport` over one SharedMemory, which the caller owns."""
+    """Implements `transports.base.DataTransport` over one SharedMemory, which the caller owns. One
+    agent runs at a time, on the same listener and the same memory.
+    """
 
     name = "mooncake"
 
@@ -77,19 +115,23 @@ class MooncakeTransport(LinkedTransport["_MooncakeLink", "_Read"]):
         self._bind_host = bind_host.strip("[]")
         self._advertised_host = advertised_host.strip("[]")
         self._settings = settings or MooncakeSettings()
-        self._agent: AgentProcess[_Call]
-        self._listener: socket.socket
-        """The agent inherits it, so its port never changes."""
         self._host = ""
         """Our numeric address for peers."""
+        self._listener: socket.socket
+        """The agent inherits it, so its port never changes."""
+        self._agent: MooncakeProcess | None = None
+        self._lanes: list[_Lane] = []
+        """Of the agent."""
+        self._not_before = 0.0
+        """When the next agent may be started."""
 
     def _open(self, regions: tuple[Region, ...]) -> bool:
         if not self._memory.contains(regions):
             return False
-        self._host, self._listener = _listening_on(self._bind_host, self._advertised_host)
-        self._agent = AgentProcess(self._settings, self._host, self._listener, self._memory.fd)
+        self._host = _numeric(self._advertised_host)
+        self._listener = listening_on(self._bind_host, self._host, self.name)
         try:
-            self._agent.start()
+            self._start_agent().check_started("transport")
         except BaseException:
             self._close()
             raise
@@ -125,29 +167,24 @@ class MooncakeTransport(LinkedTransport["_MooncakeLink", "_Read"]):
         return transfer
 
     def _progress(self) -> None:
-        for (transfer, batch), problem in self._agent.poll():
-            transfer.in_flight -= 1
-            if problem == ENDED and transfer.may_repeat:
-                # The last agent has ended, often because a read from another peer had failed.
-                transfer.repeat(batch)
-            elif problem is not None:
-                self._fail(transfer, problem)
+        if self._agent is not None and self._agent.is_running:
+            self._take_answers()
+        else:
+            self._replace_agent()
         for transfer in self._transfers.values():
             # After the answers: a batch counts only if the peer's agent is alive now.
-            problem = transfer.link.problem()
-            if problem is not None:
-                self._fail(transfer, problem)
+            self._is_usable(transfer.link)
         self._submit()
         stopped_before = time.monotonic() - self._settings.stop_s
         if any(transfer.is_overdue(stopped_before) for transfer in self._transfers.values()):
-            self._agent.kill()
+            self._kill_agent()
         self._ended.extend(each.completion() for each in self._transfers.values() if each.has_ended)
 
     def serving_interval_s(self) -> float | None:
         return SERVING_INTERVAL_S
 
     def _close(self) -> None:
-        self._agent.close()
+        self._close_agent()
         self._listener.close()
 
     @property
@@ -160,26 +197,99 @@ class MooncakeTransport(LinkedTransport["_MooncakeLink", "_Read"]):
             return 1
         return max(1, self._settings.num_workers // 2)
 
+    # -- calls of the agent --
+
     def _submit(self) -> None:
         """Give idle lanes the next batches, one for each transfer in turn."""
-        while self._agent.has_idle_lane:
-            transfer = self._next_in_turn(self._may_submit)
-            if transfer is None:
+        for lane in self._lanes:
+            if lane.read is not None:
+                continue
+            read = self._next_in_turn(self._may_submit)
+            if read is None:
                 return
-            batch = transfer.take_batch()
-            self._agent.submit(transfer.link.call(batch, self._memory.address), (transfer, batch))
+            read.in_flight += 1
+            lane.read, lane.batch, lane.started = read, read.waiting.popleft(), time.monotonic()
+            lane.channel.send(read.link.call(lane.batch, self._memory.address))
 
-    def _may_submit(self, transfer: "_Read") -> bool:
-        link = transfer.link
-        if not transfer.waiting or transfer.error is not None or link.greeting is None:
+    def _may_submit(self, read: "_Read") -> bool:
+        link = read.link
+        if not read.waiting or read.error is not None or link.greeting is None:
             return False
         busy = sum(each.in_flight for each in self._transfers.values() if each.link is link)
         return busy < self._max_calls_per_peer
 
-    def _fail(self, transfer: "_Read", problem: str) -> None:
-        """Stop all transfers with the peer."""
-        transfer.stop(problem)
-        self._drop(transfer.link, problem)
+    def _take_answers(self) -> None:
+        """A call that has failed ends only when the agent is gone: Mooncake answers at the first
+        failure, and other bytes of the call may still arrive.
+        """
+        for lane in self._lanes:
+            if lane.read is None:
+                continue
+            try:
+                code = lane.channel.receive(int, timeout_s=0)
+            except TimeoutError:
+                continue
+            except AgentFailed:
+                # The process is ending, or defective.
+                self._kill_agent()
+                return
+            if code:
+                took = time.monotonic() - lane.started
+                lane.problem = f"Mooncake cannot read (code {code} after {took:.1f} s)"
+                self._kill_agent()
+            else:
+                lane.read.arrived(lane.batch)
+                lane.read = None
+
+    # -- the agent --
+
+    def _start_agent(self) -> MooncakeProcess:
+        self._not_before = time.monotonic() + RESTART_S
+        settings, files = self._settings, (self._listener.fileno(), self._memory.fd)
+        self._agent = MooncakeProcess(
+            "kvferry.transports.mooncake.agent",
+            AgentSettings(*files, self._host, settings.protocol, settings.device_name),
+            num_channels=settings.num_workers,
+            files=files,
+            defaults=DEFAULTS,
+        )
+        self._lanes = [_Lane(channel) for channel in self._agent.channels]
+        return self._agent
+
+    def _kill_agent(self) -> None:
+        """End the agent without waiting; its calls end when it is gone."""
+        if self._agent is not None:
+            self._agent.kill()
+
+    def _close_agent(self) -> None:
+        """Idempotent."""
+        for lane in self._lanes:
+            lane.channel.close()
+        self._lanes = []
+        if self._agent is not None:
+            self._agent.close()
+            self._agent = None
+
+    def _replace_agent(self) -> None:
+        """The agent is gone, and so all of its calls have ended. Batches that did not fail are read
+        again by the next agent: often a read from another peer has failed.
+        """
+        for lane in self._lanes:
+            if (read := lane.read) is None:
+                continue
+            read.in_flight -= 1
+            if read.may_repeat and not lane.problem:
+                read.num_repeated += 1
+                read.waiting.appendleft(lane.batch)
+            else:
+                self._drop(read.link, lane.problem or ENDED)
+        self._close_agent()
+        if time.monotonic() >= self._not_before:
+            _log.warning("%s; another one is started", ENDED)
+            try:
+                self._start_agent()
+            except OSError as error:
+                _log.warning("no process for Mooncake can be started error=%s", error)
 
 
 class _MooncakeLink(Link):
@@ -203,8 +313,6 @@ class _MooncakeLink(Link):
 
     def problem(self) -> str | None:
         """Receive the greeting. Says why the peer cannot be read from, if it cannot."""
-        if self._socket.fileno() < 0:
-            return None
         try:
             while chunk := self._socket.recv(GREETING_BYTES + 1):
                 self._received += chunk
@@ -253,24 +361,14 @@ class _Read(LinkedTransfer[_MooncakeLink]):
     def has_ended(self) -> bool:
         return not self.in_flight and (self.error is not None or not self.waiting)
 
-    def take_batch(self) -> Descriptors:
-        """The next batch, which then is with the agent."""
-        batch = self.waiting.popleft()
-        self.in_flight += 1
-        self.total_bytes += batch.total_bytes
-        self.segments += len(batch)
-        return batch
-
     @property
     def may_repeat(self) -> bool:
         return self.error is None and self.num_repeated < MAX_REPEATED
 
-    def repeat(self, batch: Descriptors) -> None:
-        """Read a batch again with the next agent."""
-        self.waiting.appendleft(batch)
-        self.num_repeated += 1
-        self.total_bytes -= batch.total_bytes
-        self.segments -= len(batch)
+    def arrived(self, batch: Descriptors) -> None:
+        self.in_flight -= 1
+        self.total_bytes += batch.total_bytes
+        self.segments += len(batch)
 
     def stop(self, why: str) -> None:
         """Submit no more batches. The first reason counts."""
@@ -281,22 +379,27 @@ class _Read(LinkedTransfer[_MooncakeLink]):
         return self.error is not None and self.in_flight > 0 and self.stopped_at < stopped_before
 
 
-_Call = tuple[_Read, Descriptors]
-"""What a call of the agent is made for: a batch of a read."""
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """A channel to the agent, which makes one call on it at a time."""
+
+    channel: CallChannel
+    read: _Read | None = None
+    """Whose batch is being read; None: the lane is idle."""
+    batch: Descriptors = field(init=False)
+    started: float = 0.0
+    problem: str = ""
+    """Why the call has failed, until the agent is gone; empty for other calls."""
 
 
-def _listening_on(bind_host: str, advertised_host: str) -> tuple[str, socket.socket]:
-    """Our numeric address for peers, and a listener on a free port."""
+def _numeric(host: str) -> str:
+    """Our address for peers: Mooncake and `_MooncakeLink` ask no name server."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(advertised_host, 0, type=socket.SOCK_STREAM)[
-            0
-        ]
-        host = "" if bind_host in ("", "*", "0.0.0.0", "::") else bind_host
-        return str(address[0]), socket.create_server((host, 0), family=family, backlog=BACKLOG)
+        return str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
         raise ConfigError(
-            f"the mooncake transport cannot listen on {bind_host or '*'} for {advertised_host} "
-            f"({error}); name an address of this host"
+            f"the mooncake transport cannot be reached at {host} ({error}); name an address of "
+            "this host"
         ) from error
 
 

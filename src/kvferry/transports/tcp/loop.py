@@ -1,4 +1,4 @@
-"""The socket thread of the `tcp` transport, and the non-blocking connections that it drives.
+"""The socket thread of a transport, and the non-blocking connections that it drives.
 
 `SocketLoop` is the thread: it owns every socket. `SocketStream` sends and fills buffers on one
 connection without blocking. Bytes move directly between the socket and the memory they belong to,
@@ -331,7 +331,7 @@ class SocketLoop:
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
             raise KVFerryError(
-                f"the thread of the tcp transport did not stop within {CLOSE_TIMEOUT_S:g} s"
+                f"the thread {self._thread.name} did not stop within {CLOSE_TIMEOUT_S:g} s"
             )
 
     def _run(self) -> None:
@@ -342,7 +342,7 @@ class SocketLoop:
         except (
             Exception
         ) as error:  # top of the thread: owners of transfers must learn of the failure
-            _log.exception("the thread of the tcp transport was stopped by an internal error")
+            _log.exception("%s was stopped by an internal error", self._thread.name)
             failure = f"{type(error).__name__}: {error}"
         self.is_closing = True
         self._release()
@@ -370,7 +370,7 @@ class SocketLoop:
         try:
             call()
         except Exception:  # top of a call: all other transfers go on
-            _log.exception("a call of the tcp transport failed with an internal error")
+            _log.exception("a call of %s failed with an internal error", self._thread.name)
 
     def _drive(self, connection: TcpConnection) -> None:
         if connection not in self._connections:
@@ -383,7 +383,7 @@ class SocketLoop:
         except (
             Exception
         ) as error:  # top of a connection: whatever a peer has sent, other connections go on
-            _log.exception("a connection of the tcp transport was closed by an internal error")
+            _log.exception("a connection of %s was closed by an internal error", self._thread.name)
             self.drop(connection, f"{type(error).__name__}: {error}")
             return
         if connection.is_finished:
@@ -413,7 +413,8 @@ class SocketLoop:
                 return
             except OSError as error:
                 _log.warning(
-                    "tcp transport cannot accept a connection (%s); trying again in %g s",
+                    "%s cannot accept a connection (%s); trying again in %g s",
+                    self._thread.name,
                     error,
                     ACCEPT_PAUSE_S,
                 )

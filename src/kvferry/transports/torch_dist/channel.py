@@ -13,6 +13,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from blake3 import blake3
 
@@ -31,17 +32,32 @@ MAX_FRAME_BYTES = 65536
 _FRAME = struct.Struct("<II")
 
 
+@dataclass(frozen=True, slots=True)
+class DistSettings:
+    """How much memory the `dist` transport uses, and which library moves the bytes."""
+
+    host_pool_bytes: int = 1 << 30
+    """Most memory of all staging buffers, if the cache is in host memory. Two buffers are always
+    allowed.
+    """
+    device_pool_bytes: int = 1 << 30
+    """The same, if the cache is on a GPU."""
+    backend: str = "gloo"
+    """gloo, or nccl between GPUs."""
+    num_channels: int = 0
+    """The channels of an NCCL group; 0: NCCL decides."""
+
+
 class DistOffer(wire.TcpOffer, frozen=True, array_like=True):
     nccl_device: str = ""
     """Identity of the GPU that holds the cache; empty if the side can only use gloo."""
 
 
 class Channel:
-    """One connection. Each message must be sent or arrive within a time: TransportError if not.
-    `dial` and `accept` return when both sides have proved that they know the token.
-    """
+    """One connection. Each message must be sent or arrive within a time: TransportError if not."""
 
-    def __init__(self, connection: socket.socket, key: bytes) -> None:
+    def __init__(self, connection: socket.socket, key: bytes = b"") -> None:
+        """`key` is that of the tags; the sides agree on it when they authenticate."""
         self._socket = connection
         self._key = key
         self._timeout_s = STALL_TIMEOUT_S
@@ -50,7 +66,7 @@ class Channel:
     @classmethod
     def dial(cls, offer: wire.TcpOffer) -> "Channel":
         """OSError if the peer cannot be reached, RemoteProtocolError if it is not the peer."""
-        channel = cls(socket.create_connection((offer.host, offer.port), PROOF_TIMEOUT_S), b"")
+        channel = cls(socket.create_connection((offer.host, offer.port), PROOF_TIMEOUT_S))
         with channel._authenticating():
             nonce = secrets.token_bytes(wire.NONCE_BYTES)
             nonces = wire.nonce_in(channel.receive(wire.GREETING_BYTES)) + nonce
@@ -63,20 +79,17 @@ class Channel:
             channel._key = _tag_key(offer.token, nonces)
         return channel
 
-    @classmethod
-    def accept(cls, connection: socket.socket, token: bytes) -> "Channel":
+    def authenticate_client(self, token: bytes) -> None:
         """OSError or RemoteProtocolError if the client does not authenticate in time."""
-        channel = cls(connection, b"")
-        with channel._authenticating():
+        with self._authenticating():
             nonce = secrets.token_bytes(wire.NONCE_BYTES)
-            channel.send(wire.greeting(nonce))
-            answer = channel.receive(wire.NONCE_BYTES + wire.PROOF_BYTES)
+            self.send(wire.greeting(nonce))
+            answer = self.receive(wire.NONCE_BYTES + wire.PROOF_BYTES)
             nonces, proof = nonce + answer[: wire.NONCE_BYTES], answer[wire.NONCE_BYTES :]
             if not wire.is_proof(proof, token, wire.HandshakeRole.DIALLER, nonces):
                 raise RemoteProtocolError("the client does not know this transport's token")
-            channel.send(wire.prove(token, wire.HandshakeRole.PRODUCER, nonces))
-            channel._key = _tag_key(token, nonces)
-        return channel
+            self.send(wire.prove(token, wire.HandshakeRole.PRODUCER, nonces))
+            self._key = _tag_key(token, nonces)
 
     @property
     def local_host(self) -> str:

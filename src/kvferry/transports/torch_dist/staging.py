@@ -8,10 +8,11 @@ from or to the cache has no deadline: its thread waits until the copy is done.
 import hmac
 import logging
 import math
+import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -37,9 +38,7 @@ class StagingBuffer:
     gloo needs.
     """
 
-    def __init__(self, like: Region, copying: Callable[[], AbstractContextManager[None]]) -> None:
-        """`copying` is entered around each copy from or to the cache."""
-        self._copying = copying
+    def __init__(self, like: Region) -> None:
         is_device = like.memory is MemoryKind.VRAM
         device = torch.device("cuda", like.device) if is_device else torch.device("cpu")
         self._beside = torch.empty(MAX_BATCH_BYTES, dtype=torch.uint8, device=device)
@@ -47,6 +46,8 @@ class StagingBuffer:
             torch.empty(MAX_BATCH_BYTES, dtype=torch.uint8, pin_memory=True) if is_device else None
         )
         self._copier: AddressCopier = copier_for(like)
+        self._copying = threading.Lock()
+        self._is_closed = False
 
     def gather(self, addresses: Offsets, sizes: Offsets) -> None:
         """Copy segments of the cache into the buffer, one after the other."""
@@ -80,10 +81,17 @@ class StagingBuffer:
             self._beside[:size_bytes].copy_(payload)
 
     def close(self) -> None:
-        self._copier.close()
+        """Wait until no copy touches the cache. Any thread may call this; later copies raise
+        TransportError.
+        """
+        with self._copying:
+            self._is_closed = True
+            self._copier.close()
 
     def _copy(self, sources: Offsets, targets: Offsets, sizes: Offsets) -> None:
-        with self._copying():
+        with self._copying:
+            if self._is_closed:
+                raise TransportError("the transport was closed")
             job = self._copier.start(_by_size(sources, targets, sizes))
             slow_at = time.monotonic() + SLOW_COPY_S
             while not job.is_done():
@@ -103,11 +111,12 @@ class StagingPool:
     def __init__(self, like: Region, max_bytes: int) -> None:
         self._like = like
         self._max_buffers = max(1, max_bytes // MAX_BATCH_BYTES)
-        self._num_buffers = 0
-        self._free: list[StagingBuffer] = []
-        self._num_copying = 0
+        self._made: list[StagingBuffer] = []
         self._is_closed = False
-        self._changed = threading.Condition()
+        self._idle: queue.LifoQueue[StagingBuffer | None] = queue.LifoQueue()
+        """The buffers that no thread uses, above a None for each buffer that may still be made."""
+        for _ in range(self._max_buffers):
+            self._idle.put(None)
 
     def enter_device(self) -> None:
         """Make the cache's device current in the calling thread, which is going to use buffers."""
@@ -122,70 +131,34 @@ class StagingPool:
     @contextmanager
     def buffer(self) -> Iterator[StagingBuffer]:
         """Lend a buffer. TransportError if none is returned in time."""
-        taken = self._take()
         try:
+            taken = self._idle.get(timeout=STALL_TIMEOUT_S)
+        except queue.Empty:
+            raise TransportError(
+                f"all {self._max_buffers} staging buffers are in use; raise mem_pool_size_gb"
+            ) from None
+        try:
+            taken = taken or self._make()
             yield taken
         finally:
-            with self._changed:
-                self._free.append(taken)
-                self._changed.notify_all()
-                if self._is_closed:
-                    self._close_free()
+            self._idle.put(taken)
 
     def close(self) -> None:
-        """Wait until no copy touches the cache; none will start afterwards. A buffer in use is
-        closed when it is returned.
-        """
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._num_copying)
-            self._close_free()
-
-    def _take(self) -> StagingBuffer:
-        with self._changed:
-            if not self._changed.wait_for(self._is_available, STALL_TIMEOUT_S):
-                raise TransportError(
-                    f"all {self._max_buffers} staging buffers are in use; raise mem_pool_size_gb"
-                )
-            self._check_open()
-            if self._free:
-                return self._free.pop()
-            self._num_buffers += 1
-        # Without the lock: copies of other threads must not wait for the allocation.
-        try:
-            return StagingBuffer(self._like, self._copying)
-        except BaseException as error:
-            with self._changed:
-                self._num_buffers -= 1
-                self._changed.notify_all()
-            if isinstance(error, RuntimeError | MemoryError):  # torch's class for lack of memory
-                raise TransportError(f"no memory for a staging buffer: {error}") from error
-            raise
-
-    def _is_available(self) -> bool:
-        return self._is_closed or bool(self._free) or self._num_buffers < self._max_buffers
-
-    @contextmanager
-    def _copying(self) -> Iterator[None]:
-        with self._changed:
-            self._check_open()
-            self._num_copying += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._num_copying -= 1
-                self._changed.notify_all()
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise TransportError("the transport was closed")
-
-    def _close_free(self) -> None:
-        for each in self._free:
+        """Wait until no copy touches the cache; none will start afterwards."""
+        self._is_closed = True
+        for each in list(self._made):
             each.close()
-        self._free.clear()
+
+    def _make(self) -> StagingBuffer:
+        try:
+            made = StagingBuffer(self._like)
+        except (RuntimeError, MemoryError) as error:  # RuntimeError: torch's lack of memory
+            raise TransportError(f"no memory for a staging buffer: {error}") from error
+        # In this order: either this thread or that of `close` sees what the other one did first.
+        self._made.append(made)
+        if self._is_closed:
+            made.close()
+        return made
 
 
 def _starts(sizes: Offsets) -> Offsets:
