@@ -92,6 +92,7 @@ class KVFerryConnector(SchedulerRole, WorkerRole, SupportsHMA):
             self._side.set_wakeup(self._idle.wake)
 
     def _look_at_model(self, vllm_config: Any) -> None:
+        """Find what only a worker knows: its rank, how the model attends, and its weights."""
         self._rank = get_tensor_model_parallel_rank()
         backends = {backend.get_name() for backend in get_current_attn_backends(vllm_config)}
         self._attention_backends = ",".join(sorted(backends))

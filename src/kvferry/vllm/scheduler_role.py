@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 
-from kvferry.connectors.contract import RequestStatus, SchedulerSide
+from kvferry.connectors.contract import BlockTables, RequestStatus, SchedulerSide
 from kvferry.connectors.nixl.params import PrefillForPeer, read_params
 from kvferry.connectors.offloading.events import KVEvent
 from kvferry.errors import ConfigError, LocalProtocolError
@@ -237,8 +237,8 @@ class SchedulerRole(KVConnectorBase_V1):
         if request.lora_request and self._salts.has_lost_adapter(request):
             self.scheduler_side.withdraw(str(request.request_id))
 
-    def _tables(self, request_id: str) -> tuple[list[int], ...]:
-        return tuple(map(null_blocks_as_holes, self._kv_cache_manager.get_block_ids(request_id)))
+    def _tables(self, request_id: str) -> BlockTables:
+        return null_blocks_as_holes(self._kv_cache_manager.get_block_ids(request_id))
 
     @property
     def _num_free_blocks(self) -> int:
@@ -299,10 +299,10 @@ class SchedulerRole(KVConnectorBase_V1):
         ]
 
     def register_finished_partial_tail(
-        self, request: Any, block_ids: tuple[list[int], ...], partial_tail_offloads: Any
+        self, request: Any, block_ids: BlockTables, partial_tail_offloads: Any
     ) -> bool:
         return self.scheduler_side.register_finished_partial_tail(
-            self._view(request), tuple(map(null_blocks_as_holes, block_ids)), partial_tail_offloads
+            self._view(request), null_blocks_as_holes(block_ids), partial_tail_offloads
         )
 
     def request_finished(
@@ -311,7 +311,7 @@ class SchedulerRole(KVConnectorBase_V1):
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
+        self, request: Any, block_ids: BlockTables
     ) -> tuple[bool, dict[str, Any] | None]:
         request_id = str(request.request_id)
         if self._unread.pop(request_id, None) is not None:
@@ -332,7 +332,7 @@ class SchedulerRole(KVConnectorBase_V1):
             )
             view = replace(view, has_unknown_states=True)
         is_delayed, params = self.scheduler_side.request_finished_all_groups(
-            view, tuple(map(null_blocks_as_holes, block_ids))
+            view, null_blocks_as_holes(block_ids)
         )
         self._prefills.end(request_id)
         self._tracer.finish(request, (is_delayed, params))

@@ -5,7 +5,7 @@ weight files.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +16,7 @@ from vllm.v1.request import RequestStatus as VllmStatus
 
 from kvferry.config import ClusterSecret, KVTransferConfig, SideChannelConfig
 from kvferry.connectors.contract import (
+    BlockTables,
     ConnectorConfig,
     KVCacheConfig,
     KVCacheGroup,
@@ -150,12 +151,12 @@ class BlocksView:
 
     blocks: Any
 
-    def get_block_ids(self) -> tuple[list[int], ...]:
-        return tuple(map(null_blocks_as_holes, self.blocks.get_block_ids()))
+    def get_block_ids(self) -> BlockTables:
+        return null_blocks_as_holes(self.blocks.get_block_ids())
 
 
-def null_blocks_as_holes(block_ids: Sequence[int]) -> list[int]:
-    return [HOLE if block == NULL_BLOCK else block for block in block_ids]
+def null_blocks_as_holes(tables: Iterable[Sequence[int]]) -> BlockTables:
+    return tuple([HOLE if block == NULL_BLOCK else block for block in table] for table in tables)
 
 
 def strip_transfer_params(request: Any) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-BlockTables = Callable[[str], tuple[list[int], ...]]
+from kvferry.connectors.contract import BlockTables
 
 
 @dataclass(slots=True)
@@ -22,7 +22,7 @@ class PrefillProgress:
 
     request: Any
     """vLLM's request object."""
-    tables: BlockTables
+    tables: Callable[[str], BlockTables]
     num_tokens: int = 0
     """How many tokens the step computes that was planned last."""
     _first: int = 0
@@ -82,7 +82,7 @@ class PrefillProgressTable:
     the request: an earlier step of the request may just have ended.
     """
 
-    tables: BlockTables
+    tables: Callable[[str], BlockTables]
     _followed: dict[str, PrefillProgress] = field(default_factory=dict)
     _listed: dict[str, PrefillProgress] = field(default_factory=dict)
     """The requests that hold blocks and are not parked."""
