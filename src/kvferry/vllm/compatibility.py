@@ -16,15 +16,14 @@ from vllm.v1.kv_cache_interface import (
     KVQuantMode,
     MLAAttentionSpec,
     SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
 )
 
 from kvferry.config import NixlExtraConfig
 from kvferry.errors import ConfigError
-from kvferry.vllm.engine.states import check_states, state_specs
+from kvferry.vllm.engine.states import attention_specs, check_states, state_specs
 from kvferry.vllm.release import find_cache_dtype_handler, has_sleep_hooks
 
-SUPPORTED_QUANT_MODES = (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
+SUPPORTED_QUANT_MODES = {KVQuantMode.NONE.name, KVQuantMode.FP8_PER_TENSOR.name}
 """With other modes, engines keep scales in the cache and may rewrite the scales at any time."""
 SUPPORTED_SPECS = (
     FullAttentionSpec,
@@ -38,13 +37,9 @@ SUPPORTED_SPECS = (
 def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
     """Raise `ConfigError` for models and parallel settings whose KV kvferry cannot transfer yet."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    sizes = {
-        "pipeline_parallel_size": parallel.pipeline_parallel_size,
-        "prefill_context_parallel_size": parallel.prefill_context_parallel_size,
-        "decode_context_parallel_size": parallel.decode_context_parallel_size,
-    }
-    for name, size in sizes.items():
-        if size > 1:
+    for kind in ("pipeline", "prefill_context", "decode_context"):
+        name = f"{kind}_parallel_size"
+        if (size := getattr(parallel, name)) > 1:
             raise ConfigError(f"kvferry does not transfer KV with {name} {size} yet; set it to 1")
     if model.enable_sleep_mode and not has_sleep_hooks():
         raise ConfigError(
@@ -85,23 +80,16 @@ def why_not_asleep(extra: Any) -> str:
 
 
 def _check_groups(model: str, groups: Sequence[Any]) -> None:
-    specs = [spec for group in groups for spec in layer_specs(group.kv_cache_spec)]
-    if not specs:
+    if not groups:
         raise ConfigError(f"{model} has no KV cache: there is nothing to transfer")
     if any(group.host_resident or not group.enable_kv_transfer for group in groups):
         raise ConfigError(
             f"{model} holds part of its KV in a host pool of its own; kvferry does not transfer "
             "that yet"
         )
-    for group in groups:
-        for state in state_specs(group).values():
-            check_states(model, state)
-    specs = [
-        spec
-        for group in groups
-        if not state_specs(group)
-        for spec in layer_specs(group.kv_cache_spec)
-    ]
+    for state in state_specs(*groups).values():
+        check_states(model, state)
+    specs = attention_specs(groups)
     if not specs:
         raise ConfigError(f"{model} has no attention layers; kvferry does not transfer that yet")
     others = sorted({type(spec).__name__ for spec in specs if type(spec) not in SUPPORTED_SPECS})
@@ -115,13 +103,7 @@ def _check_groups(model: str, groups: Sequence[Any]) -> None:
         raise ConfigError(
             f"{model} stores its KV in blocks of {sizes} tokens; kvferry supports one block size"
         )
-    modes = sorted(
-        {
-            spec.kv_quant_mode.name
-            for spec in specs
-            if spec.kv_quant_mode not in SUPPORTED_QUANT_MODES
-        }
-    )
+    modes = sorted({spec.kv_quant_mode.name for spec in specs} - SUPPORTED_QUANT_MODES)
     if modes:
         raise ConfigError(
             f"kvferry does not transfer KV quantised as {', '.join(modes)}; use --kv-cache-dtype "
@@ -144,12 +126,3 @@ def drops_too_few_tokens(vllm_config: Any) -> bool:
     """
     is_computed_again = vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
     return is_computed_again and bool(vllm_config.scheduler_config.async_scheduling)
-
-
-def layer_specs(spec: Any) -> list[Any]:
-    """The specifications of a group's layers. If the layers differ in size, the group's
-    specification wraps one specification per layer.
-    """
-    return (
-        list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
-    )

@@ -1,15 +1,13 @@
 """kvferry's connectors as vLLM connectors: vLLM's base class outside, two sides inside.
 
-`KVFerryConnector` is the only adapter. It translates vLLM's objects and does what only vLLM needs:
-salts, the version of the weights, loads whose KV must not be used, block demand, spans, and idle
-waits. The decisions are in `kvferry.connectors`. As in vLLM, there is one instance per role
+`KVFerryConnector` is the only adapter. It translates vLLM's objects and does what only vLLM needs;
+the decisions are in `kvferry.connectors`. As in vLLM, there is one instance per role
 (`scheduler_role.py`, `worker_role.py`). See docs/decisions/011-inside-vllm.md.
 """
 
 import logging
 import os
 import threading
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
@@ -21,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from kvferry.config import KVTransferConfig
-from kvferry.connectors.contract import ConnectorDescription, KVCacheConfig
+from kvferry.connectors.contract import ConnectorDescription
 from kvferry.connectors.factory import KVConnectorFactory, check_cache
 from kvferry.connectors.stats import KVConnectorStats as OwnStats
 from kvferry.logs import LEVEL_VARIABLE, ForwardingHandler, LogSettings
@@ -60,40 +58,6 @@ _log = logging.getLogger(__name__)
 register()
 
 
-@dataclass(frozen=True)
-class EngineParts:
-    """What the sides of one process are built from, besides their own settings."""
-
-    role: KVConnectorRole
-    rank: int
-    attention_backends: str
-    weights: LoadedWeights
-    cache: KVCacheConfig
-
-    @classmethod
-    def find(cls, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> "EngineParts":
-        check_supported(vllm_config, kv_cache_config)
-        if role is KVConnectorRole.SCHEDULER:
-            cache = cache_config(vllm_config, kv_cache_config, "")
-            return cls(role, 0, "", LoadedWeights(), cache)
-        backends = {backend.get_name() for backend in get_current_attn_backends(vllm_config)}
-        names = ",".join(sorted(backends))
-        weights = LoadedWeights.find(vllm_config.parallel_config.tensor_parallel_size)
-        cache = cache_config(vllm_config, kv_cache_config, names)
-        return cls(role, get_tensor_model_parallel_rank(), names, weights, cache)
-
-    def make_side(self, connector: "type[KVFerryConnector]", vllm_config: Any) -> Any:
-        """The side of this role of one of kvferry's connectors."""
-        name, description = connector.inner_name, connector.describe(vllm_config)
-        config = connector_config(
-            vllm_config, name, self.rank, self.attention_backends, self.weights
-        )
-        check_cache(name, description, self.cache)
-        is_scheduler = self.role is KVConnectorRole.SCHEDULER
-        make = description.make_scheduler if is_scheduler else description.make_worker
-        return make(config, self.cache)
-
-
 class KVFerryConnector(SchedulerRole, WorkerRole, SupportsHMA):
     """The pull connector, under the name that the plugin registers: vLLM's MultiConnector looks up
     a child again by the name of its class. The other connectors are in `connectors.py`.
@@ -109,32 +73,47 @@ class KVFerryConnector(SchedulerRole, WorkerRole, SupportsHMA):
         log_with_vllm()
         warn_if_untested()
         self._has_own_sides = self.has_own_sides(vllm_config)
-        self._parts = (
-            EngineParts.find(vllm_config, role, kv_cache_config) if self._has_own_sides else None
-        )
+        self._rank, self._attention_backends, self._loaded_weights = 0, "", LoadedWeights()
+        sized = vllm_config.cache_config
+        if self._has_own_sides:
+            check_supported(vllm_config, kv_cache_config)
+            if role is KVConnectorRole.WORKER:
+                self._look_at_model(vllm_config)
+            self._cache = cache_config(vllm_config, kv_cache_config, self._attention_backends)
+            sized = self._cache
         self._registrations: list[Registration] = []
+        self._issues_tickets = False
         if role is KVConnectorRole.SCHEDULER:
-            sized = vllm_config.cache_config if self._parts is None else self._parts.cache
             self._start_scheduler(vllm_config, kv_cache_config, sized.block_size)
         else:
-            weights = LoadedWeights() if self._parts is None else self._parts.weights
-            self._start_worker(vllm_config, weights)
-        self._issues_tickets = False
+            self._start_worker(vllm_config)
         self._side = self._make_side()
         if role is KVConnectorRole.SCHEDULER:
             self._side.set_wakeup(self._idle.wake)
+
+    def _look_at_model(self, vllm_config: Any) -> None:
+        """Find what only a worker knows: its rank, how the model attends, and its weights."""
+        self._rank = get_tensor_model_parallel_rank()
+        backends = {backend.get_name() for backend in get_current_attn_backends(vllm_config)}
+        self._attention_backends = ",".join(sorted(backends))
+        self._loaded_weights = LoadedWeights.find(vllm_config.parallel_config.tensor_parallel_size)
 
     def _make_side(self) -> Any:
         return self._make_own_side(type(self), self._vllm_config)
 
     def _make_own_side(self, connector: "type[KVFerryConnector]", vllm_config: Any) -> Any:
         """The side of one of kvferry's connectors; this one, or a child of a `MultiConnector`."""
-        assert self._parts is not None
         connector.check_config(vllm_config)
-        side = self._parts.make_side(connector, vllm_config)
-        self._issues_tickets |= connector.describe(vllm_config).opens_side_channel
-        transfer = transfer_config(vllm_config.kv_transfer_config, connector.inner_name)
-        if self._role is KVConnectorRole.SCHEDULER and (found := connector.registration(transfer)):
+        name, description = connector.inner_name, connector.describe(vllm_config)
+        config = connector_config(
+            vllm_config, name, self._rank, self._attention_backends, self._loaded_weights
+        )
+        check_cache(name, description, self._cache)
+        self._issues_tickets |= description.opens_side_channel
+        if self._role is KVConnectorRole.WORKER:
+            return description.make_worker(config, self._cache)
+        side = description.make_scheduler(config, self._cache)
+        if found := connector.registration(config.kv_transfer):
             self._registrations.append(found)
             # A daemon thread, so that registration never delays the exit: routers notice an engine
             # that no longer renews.

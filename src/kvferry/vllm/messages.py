@@ -27,7 +27,7 @@ class StepMetadata(KVConnectorMetadata):
 class WorkerMetadata(KVConnectorWorkerMetadata):
     """A rank's report to the scheduler side, wrapped for vLLM."""
 
-    inner: contract.KVConnectorWorkerMetadata | None
+    inner: contract.KVConnectorWorkerMetadata | None = None
     failed_loads: frozenset[str] = frozenset()
     """Optional loads that failed on this rank."""
     weights: WeightsSample | None = None

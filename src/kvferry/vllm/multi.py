@@ -33,7 +33,7 @@ from kvferry.connectors.multi.worker import MultiWorker
 from kvferry.errors import ConfigError
 from kvferry.vllm.compatibility import drops_too_few_tokens
 from kvferry.vllm.connector import KVFerryConnector, log_with_vllm
-from kvferry.vllm.engine.states import has_states
+from kvferry.vllm.engine.states import state_specs
 from kvferry.vllm.foreign import ForeignConnector
 from kvferry.vllm.metrics.multi import MultiKVStats, MultiPromMetrics
 
@@ -254,7 +254,7 @@ class MultiConnector(KVFerryConnector):
         names = [child.name for child in self._configs]
         check_finished_counts(names, sides, vllm_config.parallel_config.world_size)
         traits = [traits_of_child(index, child) for index, child in enumerate(self._configs)]
-        if has_states(kv_cache_config):
+        if state_specs(*kv_cache_config.kv_cache_groups):
             # The states at the end of a range that another child continues have no block.
             traits = [replace(each, honours_token_range=False) for each in traits]
         self._children = Children(sides, names, traits)
@@ -323,7 +323,7 @@ class MultiConnector(KVFerryConnector):
         return counts[0] if counts and len(self._children) == 1 else None
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        if self._parts is not None:
+        if self._has_own_sides:
             super().set_xfer_handshake_metadata_pp_aware(metadata)
             return
         parts = split_handshakes({rank: part.inner for rank, part in metadata.items()})

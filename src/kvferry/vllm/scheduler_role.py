@@ -7,9 +7,10 @@ waits of an idle engine.
 
 import logging
 import sys
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -17,25 +18,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 
-from kvferry.connectors.contract import SchedulerSide
-from kvferry.connectors.multi.metadata import MultiWorkerMetadata
-from kvferry.connectors.nixl.metadata import NixlWorkerMetadata
+from kvferry.connectors.contract import BlockTables, RequestStatus, SchedulerSide
 from kvferry.connectors.nixl.params import PrefillForPeer, read_params
 from kvferry.connectors.offloading.events import KVEvent
 from kvferry.errors import ConfigError, LocalProtocolError
-from kvferry.events import TransferTimes
-from kvferry.vllm.engine.block_demand import BlockDemand
-from kvferry.vllm.engine.engine_core import find_pause, watch_weights
+from kvferry.vllm.engine.admissions import Admissions
+from kvferry.vllm.engine.engine_core import find_engine_core, idle_wait, watch_weights
 from kvferry.vllm.engine.first_token import FirstTokenNote
-from kvferry.vllm.engine.idle import IdleWait, find_engine_loop, longest_wait_s
 from kvferry.vllm.engine.progress import PrefillProgressTable
-from kvferry.vllm.engine.remote_loads import RemoteLoads
 from kvferry.vllm.engine.states import shorten_prefill_leg, state_specs
 from kvferry.vllm.identity.loaded_weights import WeightsSample, WeightsVersion
 from kvferry.vllm.identity.salts import CacheSalts
-from kvferry.vllm.messages import HandshakeMetadata, StepMetadata, VllmOutput, WorkerMetadata
+from kvferry.vllm.messages import HandshakeMetadata, StepMetadata, VllmOutput
 from kvferry.vllm.metrics.kv_events import KVEventTranslator
 from kvferry.vllm.metrics.multi import MultiKVEvents
+from kvferry.vllm.metrics.tracing import ConnectorTracer
 from kvferry.vllm.translate import (
     BlocksView,
     VllmRequestView,
@@ -43,9 +40,6 @@ from kvferry.vllm.translate import (
     publishes_kv_events,
     strip_transfer_params,
 )
-
-if TYPE_CHECKING:
-    from kvferry.vllm.metrics.tracing import ConnectorTracer
 
 _log = logging.getLogger(__name__)
 
@@ -69,24 +63,17 @@ class SchedulerRole(KVConnectorBase_V1):
         """vLLM's requests that arrived while the version of the weights was unknown."""
         self._salts = CacheSalts.from_config(vllm_config)
         self._first_token_note = FirstTokenNote(vllm_config, self._has_states)
-        self._needs = BlockDemand(block_size, len(groups) - num_state_groups, num_state_groups)
-        self._prefills = PrefillProgressTable()
-        self._loads = RemoteLoads()
-        self._between_steps: set[str] = set()
-        """The requests whose last lookup found a load between steps."""
+        self._admissions = Admissions(block_size, len(groups) - num_state_groups, num_state_groups)
+        self._prefills = PrefillProgressTable(self._tables)
         self._has_unreported_stats = False
         self._handshakes: dict[int, Any] = {}
         self._events: KVEventTranslator | None = None
-        self._tracer: ConnectorTracer | None = None
-        self._idle = IdleWait(
-            find_engine_loop(),
-            longest_wait_s(vllm_config.parallel_config.distributed_executor_backend),
-        )
-        self._is_paused = find_pause()
-        if vllm_config.observability_config.otlp_traces_endpoint:
-            self._tracer = _make_tracer()
-        if self._has_own_sides:
-            watch_weights(self._weights_may_change)
+        self._tracer = ConnectorTracer(vllm_config)
+        core = find_engine_core()
+        self._idle = idle_wait(core, vllm_config.parallel_config.distributed_executor_backend)
+        self._is_paused = (lambda: False) if core is None else core.is_scheduler_paused
+        if core is not None and self._has_own_sides:
+            watch_weights(core, self._weights_may_change)
         if vllm_config.lora_config is not None:
             self._salts.adapters.watch_engine()
 
@@ -130,7 +117,7 @@ class SchedulerRole(KVConnectorBase_V1):
             self._weights.reset(is_cache_empty)
         is_reset = self.scheduler_side.reset_cache()
         self.scheduler_side.set_weights_version(self._weights.version)
-        self._loads.reset(self._kv_cache_manager)
+        self._admissions.reset_loads(self._kv_cache_manager)
         return is_reset
 
     @property
@@ -141,15 +128,14 @@ class SchedulerRole(KVConnectorBase_V1):
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         self._kv_cache_manager = kv_cache_manager
-        self._needs.watermark = kv_cache_manager.watermark_blocks
+        self._admissions.watermark = kv_cache_manager.watermark_blocks
         self.scheduler_side.bind_kv_cache_manager(kv_cache_manager)
         if self._has_own_sides and publishes_kv_events(self._vllm_config):
-            self._events = KVEventTranslator(kv_cache_manager, self._needs.block_size)
+            self._events = KVEventTranslator(kv_cache_manager, self._admissions.block_size)
             self.scheduler_side.publish_events(self._events.describe)
 
     def on_new_request(self, request: Any) -> None:
-        if self._tracer is not None:
-            self._tracer.add(request)
+        self._tracer.add(request)
         self._salts.note_request(request)
         if not self._has_own_sides:
             self._accept(request)
@@ -177,7 +163,7 @@ class SchedulerRole(KVConnectorBase_V1):
     ) -> tuple[int | None, bool]:
         self._weights.note_needed()
         if not self._weights.is_known:
-            self._needs.note_skipped()
+            self._admissions.skip()
             return None, False
         count: int | None = 0
         is_async = False
@@ -191,62 +177,51 @@ class SchedulerRole(KVConnectorBase_V1):
             # logprobs of the prompt. vLLM ignores the answer then.
             count, is_async = 0, False
         if count is None:
-            self._needs.note_skipped()
+            self._admissions.skip()
         else:
-            self._needs.note_candidate(request, num_computed_tokens, will_load=is_async)
-        if is_async:
-            self._between_steps.add(str(request.request_id))
-        else:
-            self._between_steps.discard(str(request.request_id))
+            self._admissions.looked_up(request, num_computed_tokens, will_load=is_async)
         return count, is_async
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         groups = self.scheduler_side.get_loaded_kv_cache_group_ids(self._view(request))
         if groups is None:
-            default: tuple[int, ...] = super().get_loaded_kv_cache_group_ids(request)
-            return default
+            groups = super().get_loaded_kv_cache_group_ids(request)
         return tuple(sorted(groups))
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[Any, int]:
-        sources = dict(
+        sources = Counter(
             self.scheduler_side.get_external_cache_hit_sources(
                 self._view(request), num_external_tokens
             )
         )
-        others = num_external_tokens - sum(sources.values())
+        others = num_external_tokens - sources.total()
         if others > 0:
-            for source, count in super().get_external_cache_hit_sources(request, others).items():
-                sources[source] = sources.get(source, 0) + count
-        return sources
+            sources.update(super().get_external_cache_hit_sources(request, others))
+        return dict(sources)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._needs.note_admitted(request, num_external_tokens)
+        if self._admissions.admit(request, num_external_tokens):
+            self._tracer.begin_load(request)
         self.scheduler_side.update_state_after_alloc(
             self._view(request), BlocksView(blocks), num_external_tokens
         )
-        if not num_external_tokens:
-            # vLLM has gone on with the request.
-            self._loads.end_request(str(request.request_id))
-        elif str(request.request_id) in self._between_steps:
-            if self._tracer is not None:
-                self._tracer.begin_load(request)
-            self._loads.begin(request)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         side = self.scheduler_side
-        for request_id, request in self._prefills.running():
-            self._check_adapter(request_id, request)
-        step = self._prefills.plan(scheduler_output, self._tables)
+        for request in self._prefills.running():
+            self._check_adapter(request)
+        step = self._prefills.plan(scheduler_output)
         if self._is_paused():
-            # Retained turns would delay the pause, and so a sleep, for minutes.
+            # A pause ends when no request holds blocks, and a sleep begins with a pause: retained
+            # turns would delay both for minutes.
             side.reclaim_blocks(sys.maxsize)
         self._idle.wait(self.has_urgent_work)
-        lacking = self._needs.missing_to_start(self._num_free_blocks)
+        lacking = self._admissions.missing_to_start(self._num_free_blocks)
         if lacking:
             side.reclaim_blocks(lacking)
-        self._needs.note_planned(scheduler_output)
+        self._admissions.step_planned(scheduler_output)
         if scheduler_output.total_num_scheduled_tokens:
             self._weights.note_needed()
         metadata = StepMetadata(
@@ -257,13 +232,13 @@ class SchedulerRole(KVConnectorBase_V1):
                 self._prefills.park(part.request_id)
         return metadata
 
-    def _check_adapter(self, request_id: str, request: Any) -> None:
+    def _check_adapter(self, request: Any) -> None:
         """Save nothing of a request whose LoRA adapter vLLM may have replaced meanwhile."""
         if request.lora_request and self._salts.has_lost_adapter(request):
-            self.scheduler_side.withdraw(request_id)
+            self.scheduler_side.withdraw(str(request.request_id))
 
-    def _tables(self, request_id: str) -> tuple[list[int], ...]:
-        return tuple(map(null_blocks_as_holes, self._kv_cache_manager.get_block_ids(request_id)))
+    def _tables(self, request_id: str) -> BlockTables:
+        return null_blocks_as_holes(self._kv_cache_manager.get_block_ids(request_id))
 
     @property
     def _num_free_blocks(self) -> int:
@@ -271,7 +246,7 @@ class SchedulerRole(KVConnectorBase_V1):
 
     def has_pending_block_frees(self) -> bool:
         # vLLM asks when a running request lacks blocks, before it preempts another request.
-        self.scheduler_side.reclaim_blocks(self._needs.missing_to_run(self._num_free_blocks))
+        self.scheduler_side.reclaim_blocks(self._admissions.missing_to_run(self._num_free_blocks))
         return self.scheduler_side.has_pending_block_frees()
 
     def has_urgent_work(self) -> bool:
@@ -286,10 +261,10 @@ class SchedulerRole(KVConnectorBase_V1):
         finished = set(connector_output.finished_recving or ())
         failed = set(connector_output.failed_recving or ())
         if report is not None:
-            self._loads.note_failed(report.failed_loads)
+            self._admissions.void_loads(report.failed_loads)
             if report.weights is not None:
                 self._take_weights_sample(report.weights)
-        void = self._loads.end(finished, failed, self._kv_cache_manager)
+        void = self._admissions.end_loads(finished, failed, self._kv_cache_manager)
         events = connector_output.kv_cache_events
         ours = VllmOutput(
             finished_sending=set(connector_output.finished_sending or ()),
@@ -303,23 +278,7 @@ class SchedulerRole(KVConnectorBase_V1):
         # A `MultiConnector` joins the reports of its children.
         connector_output.finished_recving = ours.finished_recving
         connector_output.finished_sending = ours.finished_sending
-        if self._tracer is not None:
-            self._trace_output(self._tracer, finished, failed | void, ours, report)
-
-    def _trace_output(
-        self,
-        tracer: "ConnectorTracer",
-        finished: set[str],
-        failed: set[str],
-        output: VllmOutput,
-        report: WorkerMetadata | None,
-    ) -> None:
-        times: Mapping[str, list[TransferTimes]] = {}
-        if report is not None:
-            times, failed = report.times, failed | report.failed_loads
-        reasons = _failure_reasons(output.kv_connector_worker_meta)
-        tracer.end_loads(finished, frozenset(failed), times, reasons)
-        tracer.end_leases(output.finished_sending)
+        self._tracer.end(finished, failed | void, ours.finished_sending, report)
 
     def _take_weights_sample(self, sample: WeightsSample) -> None:
         if not self._weights.take_sample(sample):
@@ -340,10 +299,10 @@ class SchedulerRole(KVConnectorBase_V1):
         ]
 
     def register_finished_partial_tail(
-        self, request: Any, block_ids: tuple[list[int], ...], partial_tail_offloads: Any
+        self, request: Any, block_ids: BlockTables, partial_tail_offloads: Any
     ) -> bool:
         return self.scheduler_side.register_finished_partial_tail(
-            self._view(request), tuple(map(null_blocks_as_holes, block_ids)), partial_tail_offloads
+            self._view(request), null_blocks_as_holes(block_ids), partial_tail_offloads
         )
 
     def request_finished(
@@ -352,30 +311,31 @@ class SchedulerRole(KVConnectorBase_V1):
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
+        self, request: Any, block_ids: BlockTables
     ) -> tuple[bool, dict[str, Any] | None]:
         request_id = str(request.request_id)
-        self._needs.end(request.request_id)
         if self._unread.pop(request_id, None) is not None:
             # The scheduler side has to read the ticket in order to tell the peer that the request
             # has ended.
             self._accept(request)
-        self._loads.end_request(request_id)
-        self._between_steps.discard(request_id)
-        self._check_adapter(request_id, request)
+        self._admissions.end(request_id)
+        self._check_adapter(request)
         view = self._view(request)
-        if self._has_states and request.num_in_flight_tokens and view.is_transferable:
+        if (
+            self._has_states
+            and request.num_in_flight_tokens
+            and view.status is not RequestStatus.FINISHED_ABORTED
+        ):
             _log.info(
                 "no ticket issued: a step that is still running replaces the states request=%s",
                 request.request_id,
             )
             view = replace(view, has_unknown_states=True)
         is_delayed, params = self.scheduler_side.request_finished_all_groups(
-            view, tuple(map(null_blocks_as_holes, block_ids))
+            view, null_blocks_as_holes(block_ids)
         )
         self._prefills.end(request_id)
-        if self._tracer is not None:
-            self._tracer.finish(request, (is_delayed, params))
+        self._tracer.finish(request, (is_delayed, params))
         if self._issues_tickets:
             params = self._first_token_note.add_to(params, request)
         return is_delayed, params
@@ -394,22 +354,3 @@ class SchedulerRole(KVConnectorBase_V1):
         # Routers find this engine's side channel on `/metrics`, but vLLM's front-end receives stats
         # only with a step. So the connector asks for a first step.
         self._has_unreported_stats = True
-
-
-def _failure_reasons(report: Any) -> dict[str, str]:
-    """Why loads from peers have failed, in the report of the pull or push connector."""
-    if isinstance(report, MultiWorkerMetadata):
-        parts = [part for reports in report.parts.values() for part in reports]
-    else:
-        parts = [report]
-    found: dict[str, str] = {}
-    for part in parts:
-        found |= part.failed if isinstance(part, NixlWorkerMetadata) else {}
-    return found
-
-
-def _make_tracer() -> "ConnectorTracer":
-    # Imported here, because vLLM works without OpenTelemetry if it writes no spans.
-    from kvferry.vllm.metrics.tracing import ConnectorTracer
-
-    return ConnectorTracer()

@@ -5,7 +5,7 @@ weight files.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +16,7 @@ from vllm.v1.request import RequestStatus as VllmStatus
 
 from kvferry.config import ClusterSecret, KVTransferConfig, SideChannelConfig
 from kvferry.connectors.contract import (
+    BlockTables,
     ConnectorConfig,
     KVCacheConfig,
     KVCacheGroup,
@@ -25,9 +26,8 @@ from kvferry.connectors.contract import (
 from kvferry.errors import ConfigError
 from kvferry.protocol.tickets import NO_BLOCK
 from kvferry.transports.registry import ConfiguredTransportKit
-from kvferry.vllm.compatibility import layer_specs
 from kvferry.vllm.engine.progress import PrefillProgress
-from kvferry.vllm.engine.states import state_group, state_specs
+from kvferry.vllm.engine.states import attention_specs, layer_specs, state_group, state_specs
 from kvferry.vllm.identity.factors import model_identity
 from kvferry.vllm.identity.loaded_weights import LoadedWeights
 from kvferry.vllm.identity.salts import CacheSalts
@@ -103,7 +103,7 @@ class VllmRequestView:
     @property
     def num_computed_tokens(self) -> int:
         if self.progress is not None:
-            return self.progress.num_computed_tokens
+            return self.progress.num_written
         # vLLM counts tokens of steps that are still running; the KV of those tokens is not written
         # yet.
         return max(
@@ -120,10 +120,6 @@ class VllmRequestView:
         if not VllmStatus.is_finished(status):
             return RequestStatus.RUNNING
         return _TRANSFERABLE_STATUSES.get(status, RequestStatus.FINISHED_ABORTED)
-
-    @property
-    def is_transferable(self) -> bool:
-        return self.request.status in _TRANSFERABLE_STATUSES
 
     @property
     def kv_transfer_params(self) -> Mapping[str, Any] | None:
@@ -155,12 +151,14 @@ class BlocksView:
 
     blocks: Any
 
-    def get_block_ids(self) -> tuple[list[int], ...]:
-        return tuple(map(null_blocks_as_holes, self.blocks.get_block_ids()))
+    def get_block_ids(self) -> BlockTables:
+        return null_blocks_as_holes(self.blocks.get_block_ids())
 
 
-def null_blocks_as_holes(block_ids: Sequence[int]) -> list[int]:
-    return [NO_BLOCK if block == NULL_BLOCK else block for block in block_ids]
+def null_blocks_as_holes(tables: Iterable[Sequence[int]]) -> BlockTables:
+    return tuple(
+        [NO_BLOCK if block == NULL_BLOCK else block for block in table] for table in tables
+    )
 
 
 def strip_transfer_params(request: Any) -> None:
@@ -185,11 +183,7 @@ def cache_config(
 ) -> KVCacheConfig:
     """The contract's view of vLLM's cache. Only workers know the `attention_backends`."""
     model = vllm_config.model_config
-    spec = next(
-        layer_specs(group.kv_cache_spec)[0]
-        for group in kv_cache_config.kv_cache_groups
-        if not state_specs(group)
-    )
+    spec = attention_specs(kv_cache_config.kv_cache_groups)[0]
     tp_size = vllm_config.parallel_config.tensor_parallel_size
     groups = tuple(
         _group(group, tp_size, model.hf_text_config) for group in kv_cache_config.kv_cache_groups
@@ -237,11 +231,7 @@ def transfer_config(theirs: Any, connector: str) -> KVTransferConfig:
 
 
 def connector_config(
-    vllm_config: Any,
-    connector: str,
-    tp_rank: int,
-    attention_backends: str,
-    loaded: LoadedWeights | None = None,
+    vllm_config: Any, connector: str, tp_rank: int, attention_backends: str, loaded: LoadedWeights
 ) -> ConnectorConfig:
     """The contract's configuration. Only workers know the `attention_backends` and the weights."""
     transfer = transfer_config(vllm_config.kv_transfer_config, connector)
@@ -267,7 +257,7 @@ def connector_config(
 def _group(group: Any, tp_size: int, config: Any) -> KVCacheGroup:
     if states := state_specs(group):
         return state_group(states, tp_size, config)
-    spec = layer_specs(group.kv_cache_spec)[0]
+    spec = next(iter(layer_specs(group).values()))
     return KVCacheGroup(
         tuple(group.layer_names),
         sliding_window=spec.sliding_window + spec.extra_retained_tokens

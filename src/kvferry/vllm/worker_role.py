@@ -14,9 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvferry.connectors.contract import WorkerSide
 from kvferry.errors import LocalProtocolError
-from kvferry.events import TransferTimes
 from kvferry.vllm.engine.states import state_specs, state_views
-from kvferry.vllm.identity.loaded_weights import LoadedWeights, WeightsSample
+from kvferry.vllm.identity.loaded_weights import LoadedWeights
 from kvferry.vllm.messages import HandshakeMetadata, WorkerMetadata
 from kvferry.vllm.metrics.multi import MultiKVEvents
 
@@ -25,14 +24,12 @@ class WorkerRole(KVConnectorBase_V1):
     """The part of `KVFerryConnector` in a worker."""
 
     _side: Any
+    _loaded_weights: LoadedWeights
 
-    def _start_worker(self, vllm_config: Any, weights: LoadedWeights) -> None:
+    def _start_worker(self, vllm_config: Any) -> None:
         """Prepare the calls of this role. Runs before the side is built."""
-        self._loaded_weights = weights
-        self._weights_sample: WeightsSample | None = None
-        self._failed_optional: set[str] = set()
         self._is_traced = bool(vllm_config.observability_config.otlp_traces_endpoint)
-        self._load_times: dict[str, list[TransferTimes]] = {}
+        self._report = WorkerMetadata()
 
     @property
     def worker_side(self) -> WorkerSide:
@@ -44,14 +41,9 @@ class WorkerRole(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         # A layer that shares the cache of another layer is in no group; its KV moves with the other
         # layer.
-        layers = {
-            layer for group in self._kv_cache_config.kv_cache_groups for layer in group.layer_names
-        }
-        specs = {
-            layer: spec
-            for group in self._kv_cache_config.kv_cache_groups
-            for layer, spec in state_specs(group).items()
-        }
+        groups = self._kv_cache_config.kv_cache_groups
+        layers = {layer for group in groups for layer in group.layer_names}
+        specs = state_specs(*groups)
         states = state_views(
             kv_caches,
             specs,
@@ -79,7 +71,7 @@ class WorkerRole(KVConnectorBase_V1):
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
         if connector_metadata.weights_sample is not None:
-            self._weights_sample = self._loaded_weights.sample(connector_metadata.weights_sample)
+            self._report.weights = self._loaded_weights.sample(connector_metadata.weights_sample)
         # Commands are submitted here, not in `start_load_kv`, which vLLM calls after the forward
         # pass: they would wait for a whole step of this engine while a peer waits for an answer.
         self.worker_side.bind_connector_metadata(connector_metadata.inner)
@@ -111,18 +103,14 @@ class WorkerRole(KVConnectorBase_V1):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = self.worker_side.get_transfer_results(finished_req_ids)
         # vLLM would apply its failure policy to an optional load. Its request starts over instead.
-        self._failed_optional |= results.optional_failures
+        self._report.failed_loads |= results.optional_failures
         if self._is_traced:
-            self._load_times |= results.recving_times
+            self._report.times |= results.recving_times
         return KVConnectorTransferResults(
             results.finished_sending,
             results.finished_recving,
             results.failed_recving - results.optional_failures,
         )
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        results = self.get_transfer_results(finished_req_ids)
-        return results.finished_sending or None, results.finished_recving or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self.worker_side.get_block_ids_with_load_errors()
@@ -132,10 +120,6 @@ class WorkerRole(KVConnectorBase_V1):
         return None if parts is None else MultiKVEvents(parts)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        failed, self._failed_optional = frozenset(self._failed_optional), set()
-        sample, self._weights_sample = self._weights_sample, None
-        times, self._load_times = self._load_times, {}
-        report = WorkerMetadata(
-            self.worker_side.build_connector_worker_meta(), failed, sample, times
-        )
+        report, self._report = self._report, WorkerMetadata()
+        report.inner = self.worker_side.build_connector_worker_meta()
         return None if report.is_empty else report

@@ -1,4 +1,4 @@
-"""Tests `BlockDemand`: how many blocks are missing for the request at which vLLM's scheduler
+"""Tests `Admissions`: how many blocks are missing for the request at which vLLM's scheduler
 stopped; at least one if missing blocks may be the reason.
 """
 
@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 from vllm.v1.request import RequestStatus
 
-from kvferry.vllm.engine.block_demand import BlockDemand
+from kvferry.vllm.engine.admissions import Admissions
 
 
 @dataclass(eq=False)
 class Waiting:
-    """The attributes of a vLLM request that `BlockDemand` reads."""
+    """The attributes of a vLLM request that `Admissions` reads."""
 
     request_id: str
     num_tokens: int
@@ -21,20 +21,20 @@ class Waiting:
 
 
 def test_a_request_that_got_its_blocks_lacks_none() -> None:
-    needs = BlockDemand(block_size=32, num_groups=1)
+    needs = Admissions(block_size=32, num_groups=1)
     assert needs.missing_to_start(num_free=0) == 0
-    needs.note_candidate(Waiting("a", 100), 0, will_load=False)
-    needs.note_admitted(Waiting("a", 100), 0)
+    needs.looked_up(Waiting("a", 100), 0, will_load=False)
+    needs.admit(Waiting("a", 100), 0)
     assert needs.missing_to_start(num_free=0) == 0
-    needs.note_candidate(Waiting("b", 100), 0, will_load=True)
-    needs.note_skipped()
+    needs.looked_up(Waiting("b", 100), 0, will_load=True)
+    needs.skip()
     assert needs.missing_to_start(num_free=0) == 0
 
 
 def test_what_is_lacking_is_what_is_neither_cached_nor_free() -> None:
-    needs = BlockDemand(block_size=32, num_groups=2, watermark=1)
+    needs = Admissions(block_size=32, num_groups=2, watermark=1)
     for free, lacking in ((0, 7), (4, 3), (6, 1), (10, 1), (11, 0)):
-        needs.note_candidate(Waiting("a", 100), 32, will_load=False)
+        needs.looked_up(Waiting("a", 100), 32, will_load=False)
         # The request needs 8 blocks, 2 of which are cached, and the watermark. The cached blocks
         # may be among the free ones; then this number of free blocks is not enough.
         assert needs.missing_to_start(free) == lacking
@@ -43,31 +43,32 @@ def test_what_is_lacking_is_what_is_neither_cached_nor_free() -> None:
 
 
 def test_a_load_leaves_to_prefills_what_they_need() -> None:
-    needs = BlockDemand(block_size=32, num_groups=1)
-    needs.note_admitted(Waiting("runs", 320, 64, RequestStatus.RUNNING), 0)
+    needs = Admissions(block_size=32, num_groups=1)
+    needs.admit(Waiting("runs", 320, 64, RequestStatus.RUNNING), 0)
     for will_load, lacking in ((True, 4 + 8 - 1), (False, 4 - 1)):
-        needs.note_candidate(Waiting("a", 100), 0, will_load=will_load)
+        needs.looked_up(Waiting("a", 100), 0, will_load=will_load)
         assert needs.missing_to_start(num_free=1) == lacking
     needs.end("runs")
-    needs.note_candidate(Waiting("a", 100), 0, will_load=True)
+    needs.looked_up(Waiting("a", 100), 0, will_load=True)
     assert needs.missing_to_start(num_free=1) == 3
-    assert len(needs) == 0
 
 
 def test_one_whose_load_has_ended_is_found_although_nobody_asks_for_it() -> None:
-    needs = BlockDemand(block_size=32, num_groups=1)
+    needs = Admissions(block_size=32, num_groups=1)
     loaded = Waiting("a", 200, 64, RequestStatus.WAITING_FOR_REMOTE_KVS)
-    needs.note_admitted(loaded, 64)
+    needs.looked_up(loaded, 0, will_load=True)
+    needs.admit(loaded, 64)
     assert needs.missing_to_start(num_free=0) == 0
+    needs.end_loads({"a"}, (), None)
     loaded.status = RequestStatus.WAITING
     assert needs.missing_to_start(num_free=0) == 5
-    needs.note_admitted(loaded, 0)
+    needs.admit(loaded, 0)
     assert needs.missing_to_start(num_free=0) == 0
 
 
 def test_one_that_runs_lacks_at_least_one_block_and_at_most_what_a_step_took() -> None:
-    needs = BlockDemand(block_size=32, num_groups=1)
+    needs = Admissions(block_size=32, num_groups=1)
     assert needs.missing_to_run(num_free=0) == 1
-    needs.note_planned(SimpleNamespace(num_scheduled_tokens={"a": 1, "b": 256}))
+    needs.step_planned(SimpleNamespace(num_scheduled_tokens={"a": 1, "b": 256}))
     assert needs.missing_to_run(num_free=3) == 5
     assert needs.missing_to_run(num_free=20) == 1

@@ -33,6 +33,7 @@ from kvferry.vllm.release import TESTED, release
 
 DEFAULT_IS_RIGHT = {
     "bind_gpu_block_pool": "we never touch the engine's block counts",
+    "get_finished": "only vLLM's default of get_transfer_results, which we replace, calls it",
     "get_finished_count": "every rank reports every request",
     "get_mem_pool_context": "the engine's own memory will do",
     "has_connector_metadata": "it reads what bind_connector_metadata of the base class has stored",

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from vllm.v1.engine.core import EngineCoreProc
 
-from kvferry.vllm.engine.idle import EngineLoop, IdleWait, find_engine_loop
+from kvferry.vllm.engine.engine_core import LOOP_PARTS, IdleWait, find_engine_core, loop_of
 
 HOUR_S = 3600.0
 DEADLINE_S = 60.0
@@ -104,17 +104,16 @@ def test_the_engine_that_builds_a_connector_is_found() -> None:
             self.input_queue: queue.Queue[Any] = queue.Queue()
             self.engines_running = False
             self.process_input_queue_block = True
-            self.found = next(find_engine_loop() for _ in range(1))
+            self.found = next(loop_of(find_engine_core()) for _ in range(1))
 
     core = Core()
     assert core.found is core
-    assert find_engine_loop() is None
+    assert find_engine_core() is None
 
 
 def test_vllms_engine_loop_has_the_parts_that_the_wait_looks_at() -> None:
     """Its constructor sets the attributes before it builds the connector."""
     names = EngineCoreProc.__init__.__wrapped__.__code__.co_names
-    order = [names.index(name) for name in ("input_queue", "engines_running")]
-    order.append(names.index("process_input_queue_block"))
-    assert max(order) < names.index("super")
-    assert {"is_running"} <= EngineLoop.__dict__.keys() & set(dir(EngineCoreProc))
+    attributes = set(LOOP_PARTS) - {"is_running"}
+    assert max(map(names.index, attributes)) < names.index("super")
+    assert hasattr(EngineCoreProc, "is_running")

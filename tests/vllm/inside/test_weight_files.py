@@ -14,9 +14,8 @@ from tests.vllm.inside.engines import vllm_config
 
 from kvferry.errors import ConfigError
 from kvferry.protocol.messages import Factor
-from kvferry.vllm.identity.factors import model_identity
+from kvferry.vllm.identity.factors import model_identity, weight_files
 from kvferry.vllm.identity.loaded_weights import LoadedWeights
-from kvferry.vllm.identity.weights import weight_files
 
 
 def names(model: Path, **settings: Any) -> list[str]:

@@ -13,15 +13,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-BlockTables = Callable[[str], tuple[list[int], ...]]
+from kvferry.connectors.contract import BlockTables
 
 
 @dataclass(slots=True)
 class PrefillProgress:
-    """The progress of one request."""
+    """The progress of one request. In a step it is the contract's `ScheduledSlice`."""
 
     request: Any
     """vLLM's request object."""
+    tables: Callable[[str], BlockTables]
+    num_tokens: int = 0
+    """How many tokens the step computes that was planned last."""
     _first: int = 0
     """How many tokens the request had from the cache when vLLM last took the request from the
     queue.
@@ -29,37 +32,24 @@ class PrefillProgress:
     _num_preemptions: int = -1
     """The request's preemption count at that time; -1 if the request has never left the queue."""
 
-    def note_start(self, first: int) -> None:
+    def started(self, first: int) -> None:
         self._first, self._num_preemptions = first, self.request.num_preemptions
 
     @property
-    def num_computed_tokens(self) -> int:
-        """The number of tokens whose KV every device has written."""
-        if self.request.num_preemptions != self._num_preemptions:
-            return 0
-        processed = int(self.request.num_computed_tokens) - int(self.request.num_in_flight_tokens)
-        return processed if processed > self._first else 0
-
-
-@dataclass(frozen=True, slots=True)
-class VllmSlice:
-    """An implementation of the contract's `ScheduledSlice`."""
-
-    progress: PrefillProgress
-    num_tokens: int
-    tables: BlockTables
-
-    @property
     def request_id(self) -> str:
-        return str(self.progress.request.request_id)
+        return str(self.request.request_id)
 
     @property
     def start(self) -> int:
-        return int(self.progress.request.num_computed_tokens)
+        return int(self.request.num_computed_tokens)
 
     @property
     def num_written(self) -> int:
-        return self.progress.num_computed_tokens
+        """The number of tokens whose KV every device has written."""
+        if self.request.num_preemptions != self._num_preemptions:
+            return 0
+        processed = self.start - int(self.request.num_in_flight_tokens)
+        return processed if processed > self._first else 0
 
     @property
     def block_ids(self) -> tuple[tuple[int, ...], ...]:
@@ -73,7 +63,7 @@ class VllmStep:
     """
 
     scheduler_output: Any
-    slices: tuple[VllmSlice, ...]
+    slices: tuple[PrefillProgress, ...]
 
     @property
     def preempted_req_ids(self) -> frozenset[str]:
@@ -92,55 +82,42 @@ class PrefillProgressTable:
     the request: an earlier step of the request may just have ended.
     """
 
-    _waiting: dict[str, PrefillProgress] = field(default_factory=dict)
-    _running: dict[str, PrefillProgress] = field(default_factory=dict)
-    _parked: dict[str, PrefillProgress] = field(default_factory=dict)
-    """Running requests that steps do not list until they are preempted and start again."""
+    tables: Callable[[str], BlockTables]
+    _followed: dict[str, PrefillProgress] = field(default_factory=dict)
+    _listed: dict[str, PrefillProgress] = field(default_factory=dict)
+    """The requests that hold blocks and are not parked."""
 
     def get(self, request_id: str) -> PrefillProgress | None:
-        return (
-            self._running.get(request_id)
-            or self._parked.get(request_id)
-            or self._waiting.get(request_id)
-        )
+        return self._followed.get(request_id)
 
     def __len__(self) -> int:
-        return len(self._waiting) + len(self._running) + len(self._parked)
+        return len(self._followed)
 
-    def add(self, request: Any) -> PrefillProgress:
-        progress = self._waiting[str(request.request_id)] = PrefillProgress(request)
-        return progress
+    def add(self, request: Any) -> None:
+        self._followed[str(request.request_id)] = PrefillProgress(request, self.tables)
 
     def end(self, request_id: str) -> None:
-        self._waiting.pop(request_id, None)
-        self._running.pop(request_id, None)
-        self._parked.pop(request_id, None)
+        self._followed.pop(request_id, None)
+        self._listed.pop(request_id, None)
 
     def park(self, request_id: str) -> None:
         """Do not list a running request in later steps, unless it is preempted and starts again."""
-        self._parked[request_id] = self._running.pop(request_id)
+        del self._listed[request_id]
 
-    def running(self) -> Iterator[tuple[str, Any]]:
-        """The ids and vLLM's objects of the running requests that are not parked."""
-        return ((name, progress.request) for name, progress in self._running.items())
+    def running(self) -> Iterator[Any]:
+        """vLLM's objects of the running requests that are not parked."""
+        return (progress.request for progress in self._listed.values())
 
-    def plan(self, scheduler_output: Any, tables: BlockTables) -> VllmStep:
+    def plan(self, scheduler_output: Any) -> VllmStep:
         for request_id in scheduler_output.preempted_req_ids or ():
-            for started in (self._running, self._parked):
-                if request_id in started:
-                    self._waiting[request_id] = started.pop(request_id)
+            self._listed.pop(request_id, None)
         for request_id, first in _starts(scheduler_output):
-            if request_id in self._waiting:
-                progress = self._running[request_id] = self._waiting.pop(request_id)
-                progress.note_start(first)
-        counts = scheduler_output.num_scheduled_tokens
-        return VllmStep(
-            scheduler_output,
-            tuple(
-                VllmSlice(progress, counts.get(name, 0), tables)
-                for name, progress in self._running.items()
-            ),
-        )
+            if request_id in self._followed and request_id not in self._listed:
+                progress = self._listed[request_id] = self._followed[request_id]
+                progress.started(first)
+        for request_id, progress in self._listed.items():
+            progress.num_tokens = scheduler_output.num_scheduled_tokens.get(request_id, 0)
+        return VllmStep(scheduler_output, tuple(self._listed.values()))
 
 
 def _starts(scheduler_output: Any) -> Iterator[tuple[str, int]]:

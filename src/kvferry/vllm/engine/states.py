@@ -12,7 +12,7 @@ several projections, one behind the other, and each TP rank holds a share of eac
 So every projection is a part of its own, with its own number of heads.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -48,19 +48,30 @@ class StatePart:
     """The number of heads over all ranks."""
 
 
-def state_specs(group: Any) -> dict[str, MambaSpec]:
-    """The specification of each layer of a group that keeps states; empty for attention."""
+def layer_specs(group: Any) -> dict[str, Any]:
+    """The specification of each layer of a group. If the layers differ in size, the group's
+    specification wraps one specification per layer.
+    """
     spec = group.kv_cache_spec
-    specs = (
-        spec.kv_cache_specs
-        if isinstance(spec, UniformTypeKVCacheSpecs)
-        else dict.fromkeys(group.layer_names, spec)
-    )
-    return {layer: spec for layer, spec in specs.items() if isinstance(spec, MambaSpec)}
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return dict(spec.kv_cache_specs)
+    return dict.fromkeys(group.layer_names, spec)
 
 
-def has_states(kv_cache_config: Any) -> bool:
-    return any(state_specs(group) for group in kv_cache_config.kv_cache_groups)
+def state_specs(*groups: Any) -> dict[str, MambaSpec]:
+    """The specification of each layer that keeps states."""
+    return {
+        layer: spec
+        for group in groups
+        for layer, spec in layer_specs(group).items()
+        if isinstance(spec, MambaSpec)
+    }
+
+
+def attention_specs(groups: Sequence[Any]) -> list[Any]:
+    """The specifications of the layers with attention."""
+    attending = [group for group in groups if not state_specs(group)]
+    return [spec for group in attending for spec in layer_specs(group).values()]
 
 
 def check_states(model: str, spec: MambaSpec) -> None:

@@ -21,13 +21,14 @@ from typing import Any
 
 import psutil
 from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
+from vllm.model_executor.model_loader import DefaultModelLoader, get_model_loader
 
 import vllm
 from kvferry.connectors.contract import ModelIdentity
+from kvferry.errors import ConfigError
 from kvferry.protocol.handshake import named_factors
 from kvferry.protocol.messages import Factor
 from kvferry.vllm.identity.loaded_weights import LoadedWeights
-from kvferry.vllm.identity.weights import find_model, weight_files
 from kvferry.vllm.release import cache_release
 from kvferry.weight_files import digest_files, files_changed_since
 from vllm import envs
@@ -93,7 +94,7 @@ IRRELEVANT_KEYS = (
     "architectures",
     "dtype",
     "torch_dtype",
-    # MiniMax M2 stores the option here, where it sizes a table; see `_length_factors`.
+    # MiniMax M2 stores the option here, where it sizes a table; see `_length_settings`.
     "max_model_len",
     # How generation starts and ends.
     "bos_token_id",
@@ -150,6 +151,9 @@ def model_identity(
     )
 
 
+# -- weights --
+
+
 def _weights(vllm_config: Any, loaded: LoadedWeights) -> str:
     """The weights in memory, if engines of any parallel size can compare them. Otherwise the files
     that vLLM has read; and in memory again if it has read none, but made the weights up or received
@@ -169,18 +173,59 @@ def _weights(vllm_config: Any, loaded: LoadedWeights) -> str:
     return f"files {digest_files(files, os.environ)}" if files else f"loaded {loaded.identity}"
 
 
+def weight_files(vllm_config: Any, model: Any = None) -> list[Path]:
+    """Return the files in the order in which vLLM reads them; none if the weights come from
+    elsewhere, such as a stream. `model`: the loaded module, which may name further sources.
+    """
+    name, revision = vllm_config.model_config.model, vllm_config.model_config.revision
+    if Path(name).is_file():
+        return [Path(name)]
+    loader = get_model_loader(vllm_config.load_config)
+    if not isinstance(loader, DefaultModelLoader):
+        return []
+    main = DefaultModelLoader.Source(
+        name,
+        revision,
+        fall_back_to_pt=getattr(model, "fall_back_to_pt_during_load", True),
+        allow_patterns_overrides=getattr(model, "allow_patterns_overrides", None),
+    )
+    files: list[Path] = []
+    for source in (main, *getattr(model, "secondary_weights", ())):
+        try:
+            found = loader._prepare_weights(  # noqa: SLF001  the rule itself, not a copy of it
+                source.model_or_path,
+                source.subfolder,
+                source.revision,
+                source.fall_back_to_pt,
+                source.allow_patterns_overrides,
+            )
+        except (OSError, RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"the weight files of {source.model_or_path} cannot be found again, to compare "
+                f"them with a peer's: {error}"
+            ) from error
+        files += sorted(map(Path, found[1]))
+    return files
+
+
+# -- settings --
+
+
 def _settings(vllm_config: Any) -> dict[str, Factor]:
     model = vllm_config.model_config
-    return {
-        **named_factors("config.", _configuration(model.hf_config)),
-        **named_factors("", _options(vllm_config)),
-        **named_factors("", {name: getattr(envs, name) for name in COMPARED_VARIABLES}),
+    settings = {
+        **_options(vllm_config),
+        **{name: getattr(envs, name) for name in COMPARED_VARIABLES},
         **{name: value for name in COMPARED_IF_SET if (value := getattr(envs, name, ""))},
-        **_length_factors(model),
-        **_lora_factors(vllm_config),
-        **_processor_factors(vllm_config),
+        **_length_settings(model),
+        **_lora_settings(vllm_config),
         # How the convolutions of states lie in memory.
         **({"ssm_conv_state_layout": get_conv_state_layout()} if model.is_hybrid else {}),
+    }
+    return {
+        **named_factors("config.", _configuration(model.hf_config)),
+        **named_factors("", settings),
+        **named_factors("", _processor_settings(vllm_config)),
     }
 
 
@@ -270,7 +315,7 @@ LENGTH_BOUNDS_IMAGES = ("Dots3Note", "NemotronH_")
 LLAMA4_LONG_TOKENS = 32768
 
 
-def _length_factors(model: Any) -> dict[str, Factor]:
+def _length_settings(model: Any) -> dict[str, object]:
     """`max_model_len`, as far as the model's KV depends on it.
 
     For most models the option only limits requests. LongRoPE has two tables of frequencies, and
@@ -310,20 +355,19 @@ def _ropes(settings: Any) -> Iterator[Mapping[str, Any]]:
             yield from _ropes(part)
 
 
-def _lora_factors(vllm_config: Any) -> dict[str, Factor]:
+def _lora_settings(vllm_config: Any) -> dict[str, object]:
     """How adapters are applied. An engine without LoRA has vLLM's defaults: it can exchange the KV
     of the base model with an engine that has LoRA.
     """
     lora, dtype = vllm_config.lora_config, vllm_config.model_config.dtype
-    settings = {
+    return {
         "lora_dtype": _dtype_name(lora.lora_dtype) if lora and lora.lora_dtype != dtype else "auto",
         "lora_target_modules": sorted(lora.target_modules or ["all"]) if lora else ["all"],
         "enable_tower_connector_lora": bool(lora and lora.enable_tower_connector_lora),
     }
-    return named_factors("", settings)
 
 
-def _processor_factors(vllm_config: Any) -> dict[str, Factor]:
+def _processor_settings(vllm_config: Any) -> dict[str, object]:
     """The settings of a multimodal model's processor: the files beside the weights, and the scales
     of a quantised encoder.
     """
@@ -332,7 +376,7 @@ def _processor_factors(vllm_config: Any) -> dict[str, Factor]:
         return {}
     folder = find_model(model.model, model.revision, load.download_dir)
     paths = [folder / name for name in PROCESSOR_FILES] if folder is not None else []
-    settings = {
+    settings: dict[str, object] = {
         path.name: _without_origin(json.loads(path.read_bytes()))
         for path in paths
         if path.is_file()
@@ -340,4 +384,21 @@ def _processor_factors(vllm_config: Any) -> dict[str, Factor]:
     scales = model.multimodal_config.mm_encoder_fp8_scale_path
     if scales is not None:
         settings["mm_encoder_fp8_scale_path"] = Path(scales).read_text()
-    return named_factors("", settings)
+    return settings
+
+
+def find_model(model: str, revision: str | None, download_dir: str | None) -> Path | None:
+    """The folder, or the single file, of a model; None if it is not on this host."""
+    if Path(model).exists():
+        return Path(model)
+    if "://" in model:
+        return None
+    from huggingface_hub import snapshot_download
+
+    try:
+        found = snapshot_download(
+            model, revision=revision, cache_dir=download_dir, local_files_only=True
+        )
+    except (OSError, ValueError):
+        return None
+    return Path(found)

@@ -61,30 +61,13 @@ AdapterKey = tuple[str, str]
 # -- LoRA adapters --
 
 
-@dataclass(frozen=True, slots=True)
-class _AdapterFiles:
-    config: Path
-    weights: Path
-
-    def states(self) -> tuple[tuple[int, ...], ...]:
-        """Return a value that changes when a file is written or replaced."""
-        return file_states((self.config, self.weights))
-
-    def digest(self, settings: str) -> str:
-        config = json.loads(self.config.read_text())
-        # An absent key and an empty value mean the same to vLLM.
-        meaning = {name: config[name] for name in PEFT_FIELDS & config.keys() if config[name]}
-        digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-        digest.update(json.dumps([settings, meaning], sort_keys=True).encode())
-        with self.weights.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-        return digest.hexdigest()
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _SeenAdapter:
+    """The files of an adapter at the first look."""
+
     states: tuple[tuple[int, ...], ...]
-    digest: str
+    digest: str | None
+    """None once the files have changed."""
 
 
 @dataclass(slots=True)
@@ -100,8 +83,6 @@ class LoadedAdapters:
     settings: str = ""
     """The settings of the engine that change the effect of an adapter."""
     _seen: dict[AdapterKey, _SeenAdapter] = field(default_factory=dict, init=False)
-    _changed: set[AdapterKey] = field(default_factory=set, init=False)
-    """The adapters whose files have changed."""
     _owners: dict[int, AdapterKey] = field(default_factory=dict, init=False)
     """The adapter that vLLM's workers serve under each `lora_int_id`."""
     _warned: set[tuple[AdapterKey, str]] = field(default_factory=set, init=False)
@@ -147,29 +128,26 @@ class LoadedAdapters:
 
     def _look(self, key: AdapterKey) -> str | None:
         """Compare an adapter's files with those of the first look and return their digest."""
-        if key in self._changed:
+        seen = self._seen.get(key)
+        if seen is not None and seen.digest is None:
             return None
         try:
             files = _find_files(key[1])
-            if files is None:
-                self._warn(key, "none of its files were found on this host")
-                return None
             # States first, so that a later look notices files that change during the digest.
-            states = files.states()
-            if key not in self._seen:
-                self._seen[key] = _SeenAdapter(states, files.digest(self.settings))
+            states = file_states(files)
+            if seen is None:
+                seen = self._seen[key] = _SeenAdapter(states, _digest_files(*files, self.settings))
         except (OSError, ValueError, TypeError, AttributeError) as error:
             self._warn(key, f"its files cannot be read: {error}")
             return None
-        if self._seen[key].states != states:
-            self._changed.add(key)
+        if seen.states != states:
+            seen.digest = None
             self._warn(
                 key,
                 "its files have changed since this engine loaded it; load changed adapters from a "
                 "new path",
             )
-            return None
-        return self._seen[key].digest
+        return seen.digest
 
     def _warn(self, key: AdapterKey, reason: str) -> None:
         """Log, once for each adapter and reason, why the KV of its requests stays here."""
@@ -186,20 +164,29 @@ def _key(adapter: Any) -> AdapterKey:
     return adapter.lora_name, adapter.lora_path
 
 
-def _find_files(path: str) -> _AdapterFiles | None:
-    """Return the files that vLLM reads for an adapter's path, which may be a name on the model hub;
-    None if there are none.
+def _find_files(path: str) -> tuple[Path, Path]:
+    """The configuration and the weights that vLLM reads for an adapter's path, which may be a name
+    on the model hub.
     """
     folder = Path(path).expanduser()
     if not folder.is_absolute() and not folder.exists():
         cached = None if envs.VLLM_USE_MODELSCOPE else try_to_load_from_cache(path, CONFIG_NAME)
-        if not isinstance(cached, str):
-            return None
-        folder = Path(cached).parent
+        folder = Path(cached).parent if isinstance(cached, str) else folder
     for name in WEIGHT_NAMES:
         if (folder / name).is_file():
-            return _AdapterFiles(folder / CONFIG_NAME, folder / name)
-    return None
+            return folder / CONFIG_NAME, folder / name
+    raise FileNotFoundError("none of them were found on this host")
+
+
+def _digest_files(config: Path, weights: Path, settings: str) -> str:
+    values = json.loads(config.read_text())
+    # An absent key and an empty value mean the same to vLLM.
+    meaning = {name: values[name] for name in PEFT_FIELDS & values.keys() if values[name]}
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    digest.update(json.dumps([settings, meaning], sort_keys=True).encode())
+    with weights.open("rb") as file:
+        digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
 
 
 # -- salts --

@@ -8,7 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from prometheus_client import Counter, Gauge
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 
 from kvferry.connectors.offloading.metadata import (
     LOOKUP_COUNTERS,
@@ -17,7 +20,6 @@ from kvferry.connectors.offloading.metadata import (
     OffloadStats,
 )
 from kvferry.tiers.commands import POOL
-from kvferry.vllm.metrics.transfers import KVFerryStats
 
 POOL_NAMES = {
     "kv_offload_load_bytes": "loaded_bytes",
@@ -40,10 +42,8 @@ TIERING_NAMES = {
 _SAME = "Same metric as in vLLM."
 
 
-class OffloadVllmStats(KVFerryStats):
+class OffloadVllmStats(OffloadStats, KVConnectorStats):
     """`OffloadStats` under vLLM's base class."""
-
-    inner_class = OffloadStats
 
 
 class OffloadPromMetrics(KVConnectorPromMetrics):

@@ -5,8 +5,8 @@ The metrics keep vLLM's names (`vllm:nixl_*`) for existing dashboards; values th
 does not count are named `kvferry:*`.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
@@ -24,17 +24,15 @@ from kvferry.connectors.stats import (
     SIDE_CHANNEL_HELP,
     SIDE_CHANNEL_METRIC,
     TransferStats,
-    merge_stats,
 )
-from kvferry.connectors.stats import KVConnectorStats as OwnStats
 
 _TRANSPORT_COUNTERS = {
-    "transfers": ("kvferry:transfers", "Transfers by data transport."),
-    "bytes": ("kvferry:transfer_bytes", "Bytes moved by data transport."),
-    "seconds": ("kvferry:transfer_seconds", "Time spent moving bytes by data transport."),
-    "segments": ("kvferry:transfer_segments", "Descriptors or copies used by data transport."),
+    "transfers": ("transfers", "Transfers by data transport."),
+    "bytes": ("transfer_bytes", "Bytes moved by data transport."),
+    "seconds": ("transfer_seconds", "Time spent moving bytes by data transport."),
+    "segments": ("transfer_segments", "Descriptors or copies used by data transport."),
     "planned": (
-        "kvferry:transfer_planned_segments",
+        "transfer_planned_segments",
         "Segments requested by data transport, before adjacent ones were joined.",
     ),
 }
@@ -42,27 +40,11 @@ _NIXL_ALWAYS_ZERO = ("num_failed_notifications", "num_notifications_after_expiry
 """Failures of vLLM's connector that kvferry cannot have: kvferry sends no notifications, and never
 uses a read that ended after expiry.
 """
+_SAME = "Same metric as in vLLM."
 
 
-class KVFerryStats(KVConnectorStats):
-    """Stats of kvferry under vLLM's base class."""
-
-    data: dict[str, Any]
-    inner_class: ClassVar[type[OwnStats]] = TransferStats
-    """kvferry's class, which knows what a log line shows."""
-
-    def reset(self) -> None:
-        self.data = {}
-
-    def aggregate(self, other: KVConnectorStats) -> "KVFerryStats":
-        merge_stats(self.data, other.data)
-        return self
-
-    def reduce(self) -> dict[str, int | float]:
-        return self.inner_class(self.data).reduce()
-
-    def is_empty(self) -> bool:
-        return not self.data
+class KVFerryStats(TransferStats, KVConnectorStats):
+    """`TransferStats` under vLLM's base class."""
 
 
 class KVFerryPromMetrics(KVConnectorPromMetrics):
@@ -77,43 +59,41 @@ class KVFerryPromMetrics(KVConnectorPromMetrics):
         transfer_mode: str,
     ) -> None:
         super().__init__(vllm_config, dict(metric_types), labelnames, per_engine_labelvalues)
-        make_counter = self._maker(metric_types[Counter], labelnames)
+
+        def make(kind: type, name: str, text: str, *labels: str, **settings: Any) -> Any:
+            if kind is Gauge:
+                settings["multiprocess_mode"] = "mostrecent"
+            names = [*labelnames, *labels]
+            return metric_types[kind](name=name, documentation=text, labelnames=names, **settings)
+
         self._counters = {
-            name: make_counter(f"kvferry:{name}", text)
+            name: make(Counter, f"kvferry:{name}", text)
             for name, text in COUNTERS.items()
             if name != "transfers"
         }
         self._nixl_counters = {
-            name: make_counter(f"vllm:nixl_{name}", "Same metric as in vLLM.")
+            name: make(Counter, f"vllm:nixl_{name}", _SAME)
             for name in (*NIXL_COUNTERS, *_NIXL_ALWAYS_ZERO)
         }
-        make_gauge = self._maker(metric_types[Gauge], labelnames, multiprocess_mode="mostrecent")
-        self._gauges = {name: make_gauge(f"kvferry:{name}", text) for name, text in LEVELS.items()}
-        self._levels: dict[tuple[int, str], dict[str, int]] = {}
+        self._gauges = {name: make(Gauge, f"kvferry:{name}", text) for name, text in LEVELS.items()}
         self._histograms = {
-            name: self._maker(metric_types[Histogram], labelnames, buckets=buckets)(
-                f"vllm:nixl_{name}", "Same metric as in vLLM."
-            )
+            name: make(Histogram, f"vllm:nixl_{name}", _SAME, buckets=buckets)
             for name, buckets in HISTOGRAMS.items()
         }
-        make_by_transport = self._maker(metric_types[Counter], [*labelnames, "transport"])
         self._by_transport = {
-            field: make_by_transport(name, text)
+            field: make(Counter, f"kvferry:{name}", text, "transport")
             for field, (name, text) in _TRANSPORT_COUNTERS.items()
         }
-        mode = self._maker(
-            metric_types[Gauge], [*labelnames, "mode"], multiprocess_mode="mostrecent"
-        )(f"kvferry:{MODE_METRIC}", MODE_HELP)
+        self._side_channel = make(
+            Gauge, f"kvferry:{SIDE_CHANNEL_METRIC}", SIDE_CHANNEL_HELP, "address"
+        )
+        self._levels: dict[tuple[int, str], dict[str, int]] = {}
+        mode = make(Gauge, f"kvferry:{MODE_METRIC}", MODE_HELP, "mode")
         for labels in per_engine_labelvalues.values():
             mode.labels(*labels, transfer_mode).set(1)
-        make_by_address = self._maker(
-            metric_types[Gauge], [*labelnames, "address"], multiprocess_mode="mostrecent"
-        )
-        self._side_channel = make_by_address(f"kvferry:{SIDE_CHANNEL_METRIC}", SIDE_CHANNEL_HELP)
-        # Metrics that have never been incremented show 0 instead of being absent.
-        for metrics in (self._counters, self._nixl_counters, self._gauges, self._histograms):
-            for metric in metrics.values():
-                for labels in per_engine_labelvalues.values():
+            # Metrics that have never been incremented show 0 instead of being absent.
+            for metrics in (self._counters, self._nixl_counters, self._gauges, self._histograms):
+                for metric in metrics.values():
                     metric.labels(*labels)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
@@ -134,14 +114,6 @@ class KVFerryPromMetrics(KVConnectorPromMetrics):
         for transport, row in data.get("transports", {}).items():
             for field, family in self._by_transport.items():
                 _add(family, [*labels, transport], row.get(field, 0))
-
-    @staticmethod
-    def _maker(
-        metric_class: Any, labelnames: list[str], **settings: Any
-    ) -> Callable[[str, str], Any]:
-        return lambda name, text: metric_class(
-            name=name, documentation=text, labelnames=labelnames, **settings
-        )
 
 
 def _add(counter: Any, labels: list[object], value: float) -> None:
