@@ -384,15 +384,18 @@ def test_the_failure_policy_and_the_lookup_timeout_hold_for_all_connectors() -> 
 def test_offloading_needs_to_know_how_much_memory() -> None:
     config = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
     assert refusal(config).startswith("kv_connector_extra_config.tiers is missing")
-    extra = KVTransferConfig.from_mapping(
-        {**config, "kv_connector_extra_config": {"cpu_bytes_to_use": 1}}
-    ).extra
-    assert isinstance(extra, OffloadingExtraConfig)
+    assert offloading_extra(cpu_bytes_to_use=1).cpu_bytes(100) == 1
 
 
 def offloading(**extra: object) -> dict[str, object]:
     connector = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
     return {**connector, "kv_connector_extra_config": extra}
+
+
+def offloading_extra(**settings: object) -> OffloadingExtraConfig:
+    extra = KVTransferConfig.from_mapping(offloading(**settings)).extra
+    assert isinstance(extra, OffloadingExtraConfig)
+    return extra
 
 
 @pytest.mark.parametrize(
@@ -408,8 +411,7 @@ def test_vllms_names_set_the_size_of_the_tier_cpu(
     settings: dict[str, object], cpu_bytes: int
 ) -> None:
     """The engine has blocks of 100 bytes."""
-    extra = KVTransferConfig.from_mapping(offloading(**settings)).extra
-    assert isinstance(extra, OffloadingExtraConfig)
+    extra = offloading_extra(**settings)
     assert extra.cpu_bytes(100) == cpu_bytes
     assert extra.store_after() == {"cpu": 1}
 
@@ -420,8 +422,7 @@ def test_vllms_settings_that_are_off_are_accepted() -> None:
 
 
 def test_block_size_sets_the_tokens_of_a_chunk() -> None:
-    extra = KVTransferConfig.from_mapping(offloading(cpu_bytes_to_use=1, block_size=48)).extra
-    assert isinstance(extra, OffloadingExtraConfig)
+    extra = offloading_extra(cpu_bytes_to_use=1, block_size=48)
     assert extra.blocks_of_chunk(16) == 3
     with pytest.raises(ConfigError, match=r"block_size is 48, which is not a multiple .* of 32 "):
         extra.blocks_of_chunk(32)
@@ -463,8 +464,7 @@ def mooncake(**settings: object) -> dict[str, object]:
 
 
 def test_a_mooncake_tier_lends_nothing_unless_told() -> None:
-    extra = KVTransferConfig.from_mapping(mooncake(master="[::1]:50051")).extra
-    assert isinstance(extra, OffloadingExtraConfig)
+    extra = offloading_extra(tiers=[{"mooncake": {"master": "[::1]:50051"}}])
     tier = extra.tier(MooncakeTierConfig)
     assert tier is not None
     assert tier.master_address == Address("::1", 50051)

@@ -265,18 +265,19 @@ def test_blocks_are_kept_until_every_rank_has_copied_them(start: Start) -> None:
 # -- settings --
 
 
-def test_a_rank_that_would_lend_mooncake_too_little_is_refused() -> None:
-    extra = OffloadingExtraConfig.from_mapping(
-        {"tiers": [{"mooncake": {"master": "127.0.0.1:9", "size": "31MiB"}}]}, "OffloadingConnector"
-    )
-    with pytest.raises(ConfigError, match="lends 16252928 bytes of each rank"):
-        open_tiers(extra, Namespace({}), b"secret", 2)
-
-
-def test_memory_that_a_rank_does_not_have_is_not_lent() -> None:
-    size = 2 * available_bytes()
+@pytest.mark.parametrize(
+    ("size", "problem"),
+    [
+        ("31MiB", "lends 16252928 bytes of each rank"),
+        (4 * available_bytes(), "free in this host or container"),
+    ],
+    ids=["too little", "too much"],
+)
+def test_a_rank_lends_mooncake_neither_too_little_nor_more_than_it_has(
+    size: str | int, problem: str
+) -> None:
     extra = OffloadingExtraConfig.from_mapping(
         {"tiers": [{"mooncake": {"master": "127.0.0.1:9", "size": size}}]}, "OffloadingConnector"
     )
-    with pytest.raises(ConfigError, match="free in this host or container"):
-        open_tiers(extra, Namespace({}), b"secret", 1)
+    with pytest.raises(ConfigError, match=problem):
+        open_tiers(extra, Namespace({}), b"secret", 2)

@@ -80,6 +80,13 @@ class PoolEngine:
         row = self.pool.reserve(key)
         return row is not None and self.pool.publish(row, self.write(row, key))
 
+    def own_row(self, key: EntryKey) -> int:
+        """The row of our own segment that holds the object."""
+        found = self.pool.find(key)
+        assert found is not None
+        assert found.row is not None
+        return found.row
+
     def refresh(self) -> None:
         self.pool.refresh(time.monotonic())
 

@@ -3,98 +3,75 @@
 import pytest
 
 from kvferry.testing.local import ManualClock
-from kvferry.tiers.backoff import (
-    FIRST_PAUSE_S,
-    MAX_PAUSE_S,
-    StorageHealth,
-    StorageNotAsked,
-)
+from kvferry.tiers.backoff import StorageHealth, StorageNotAsked
 
 
-@pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
+class Storage(StorageHealth):
+    """A storage that fails or works at given times."""
+
+    def __init__(self, tolerated: int = 0) -> None:
+        self.clock = ManualClock(0)
+        super().__init__(self.clock, tolerated)
+
+    def allows(self, now: float) -> bool:
+        self.clock.advance(now - self.clock())
+        try:
+            self.check()
+        except StorageNotAsked:
+            return False
+        return True
 
 
-@pytest.fixture
-def health(clock: ManualClock) -> StorageHealth:
-    return StorageHealth(clock)
-
-
-def is_allowed(health: StorageHealth) -> bool:
-    try:
-        health.check()
-    except StorageNotAsked:
-        return False
-    return True
-
-
-def test_a_storage_that_works_is_always_allowed(health: StorageHealth) -> None:
-    assert is_allowed(health)
-    health.succeeded()
-    assert is_allowed(health)
-
-
-def test_a_failure_stops_attempts_for_a_while(health: StorageHealth, clock: ManualClock) -> None:
-    health.failed("disk full")
+def test_a_failure_stops_attempts_for_a_while_and_a_success_ends_all_pauses() -> None:
+    storage = Storage()
+    assert storage.allows(0)
+    storage.succeeded()
+    assert storage.allows(0)
+    storage.failed("disk full")
     with pytest.raises(StorageNotAsked, match="waiting after a failure: disk full"):
-        health.check()
-    clock.advance(FIRST_PAUSE_S - 0.5)
-    assert not is_allowed(health)
-    clock.advance(0.5)
-    assert is_allowed(health)
+        storage.check()
+    assert not storage.allows(4.9)
+    assert storage.allows(5)
+    storage.succeeded()
+    assert storage.allows(6)
+    storage.failed("disk full")
+    assert [storage.allows(10.9), storage.allows(11)] == [False, True], "the pause has doubled"
 
 
-def test_tolerated_failures_have_no_consequence_and_a_success_forgets_them(
-    clock: ManualClock,
-) -> None:
-    health = StorageHealth(clock, tolerated=2)
+def test_tolerated_failures_have_no_consequence_and_a_success_forgets_them() -> None:
+    storage = Storage(tolerated=2)
     for _ in range(3):
-        health.failed("slow")
-        health.failed("slow")
-        assert is_allowed(health)
-        health.succeeded()
+        storage.failed("slow")
+        storage.failed("slow")
+        assert storage.allows(0)
+        storage.succeeded()
     for _ in range(3):
-        health.failed("slow")
-    assert not is_allowed(health)
+        storage.failed("slow")
+    assert not storage.allows(0)
 
 
-def test_after_a_pause_one_caller_tries(health: StorageHealth, clock: ManualClock) -> None:
-    health.failed("down")
-    clock.advance(FIRST_PAUSE_S)
-    assert [is_allowed(health), is_allowed(health)] == [True, False]
-    clock.advance(FIRST_PAUSE_S)
-    assert is_allowed(health), "a caller that never reported blocks all others for ever"
+def test_after_a_pause_one_caller_tries() -> None:
+    storage = Storage()
+    storage.failed("down")
+    assert [storage.allows(5), storage.allows(5), storage.allows(9)] == [True, False, False]
+    assert storage.allows(10), "a caller that never reported blocks all others for ever"
 
 
-def test_pauses_double_up_to_the_longest(health: StorageHealth, clock: ManualClock) -> None:
-    pauses = []
+def test_pauses_double_up_to_the_longest() -> None:
+    storage, now, pauses = Storage(), 0.0, []
     for _ in range(6):
-        health.failed("down")
-        began = clock()
-        while not is_allowed(health):
-            clock.advance(1)
-        pauses.append(clock() - began)
-    assert pauses == [5, 10, 20, 40, MAX_PAUSE_S, MAX_PAUSE_S]
+        storage.failed("down")
+        began = now
+        while not storage.allows(now):
+            now += 1
+        pauses.append(now - began)
+    assert pauses == [5, 10, 20, 40, 60, 60]
 
 
-def test_attempts_that_fail_during_a_pause_do_not_prolong_it(
-    health: StorageHealth, clock: ManualClock
-) -> None:
+def test_attempts_that_fail_during_a_pause_do_not_prolong_it() -> None:
+    storage = Storage()
     for _ in range(16):
-        health.failed("down")
-    clock.advance(4)
-    health.failed("down")
-    clock.advance(1)
-    assert is_allowed(health)
-
-
-def test_a_success_ends_the_pauses(health: StorageHealth, clock: ManualClock) -> None:
-    health.failed("down")
-    clock.advance(FIRST_PAUSE_S)
-    assert is_allowed(health)
-    health.succeeded()
-    assert is_allowed(health)
-    health.failed("down")
-    clock.advance(FIRST_PAUSE_S)
-    assert is_allowed(health)
+        storage.failed("down")
+    assert not storage.allows(4)
+    storage.failed("down")
+    assert storage.allows(5)

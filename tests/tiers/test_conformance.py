@@ -1,13 +1,22 @@
 """Tests that every tier keeps the contract of `kvferry.tiers.base`."""
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 
 import pytest
 from tests.tiers.mooncake_store import MooncakeStorage, lender, mooncake_master
 from tests.tiers.s3_server import s3_server
 from tests.tiers.storages import DiskStorage, S3Storage, mounted
 
-from kvferry.testing.tier_conformance import TIER_CASES, TierStorage
+from kvferry.testing.tier_conformance import (
+    NAMESPACE,
+    SECRET,
+    TIER_CASES,
+    TierStorage,
+    new_key,
+    payload_of,
+)
+from kvferry.tiers.base import LoadOutcome
 
 STORAGES = ("disk", "disk-with-limit", "disk-without-direct-io", "object", "mooncake")
 
@@ -39,3 +48,16 @@ def test_the_tier_keeps_its_contract(
     storage: TierStorage, case: Callable[[TierStorage], None]
 ) -> None:
     case(storage)
+
+
+def test_an_object_of_another_format_version_is_refused_by_name(storage: TierStorage) -> None:
+    key = new_key()
+    payload = payload_of(key)
+    with closing(storage.open(NAMESPACE, SECRET)) as tier:
+        tier.store(key, payload)
+        sealed = bytearray(storage.read(NAMESPACE, key) or b"")
+        sealed[8] += 1
+        storage.write(NAMESPACE, key, bytes(sealed))
+        result = tier.load(key, payload)
+    assert result.outcome is LoadOutcome.REFUSED
+    assert "format version" in result.reason

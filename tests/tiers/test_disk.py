@@ -227,20 +227,6 @@ def test_what_is_in_the_way_of_one_object_fails_only_its_stores(
         assert tier.find([key]) == [path.is_file()]
 
 
-def test_an_object_of_another_format_version_is_refused_by_name(
-    tier: DiskTier, tmp_path: Path
-) -> None:
-    key = new_key()
-    store(tier, key)
-    path = object_path(tmp_path / "cache", key)
-    sealed = bytearray(path.read_bytes())
-    sealed[8] += 1
-    path.write_bytes(sealed)
-    result = tier.load(key, aligned_buffer(PAYLOAD_BYTES))
-    assert result.outcome is LoadOutcome.REFUSED
-    assert "format version" in result.reason
-
-
 def test_direct_io_is_used_where_the_file_system_allows_it(tier: DiskTier, tmp_path: Path) -> None:
     try:
         os.close(os.open(tmp_path / "file", os.O_CREAT | os.O_WRONLY | os.O_DIRECT))

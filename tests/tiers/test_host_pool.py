@@ -90,18 +90,13 @@ def test_the_least_recently_used_object_is_evicted(engine: PoolEngine) -> None:
 def test_pinned_rows_stay(engine: PoolEngine) -> None:
     for each in (A, B, C):
         engine.store(each)
-    rows = [engine.pool.find(each) for each in (A, B, C)]
-    for found in rows:
-        assert found is not None
-        assert found.row is not None
-        engine.pool.pin(found.row)
-        engine.pool.pin(found.row)
+    rows = [engine.own_row(each) for each in (A, B, C)]
+    for row in (*rows, *rows):
+        engine.pool.pin(row)
     assert engine.pool.reserve(D) is None
-    assert rows[1] is not None
-    assert rows[1].row is not None
-    engine.pool.unpin(rows[1].row)
+    engine.pool.unpin(rows[1])
     assert engine.pool.reserve(D) is None
-    engine.pool.unpin(rows[1].row)
+    engine.pool.unpin(rows[1])
     assert engine.store(D)
     assert engine.pool.take_evicted() == [B]
 
@@ -161,18 +156,16 @@ def test_bugs_of_the_caller_are_reported(engine: PoolEngine) -> None:
     engine.store(A)
     with pytest.raises(LocalProtocolError, match="stored twice"):
         engine.pool.reserve(A)
-    found = engine.pool.find(A)
-    assert found is not None
-    assert found.row is not None
+    row = engine.own_row(A)
     with pytest.raises(LocalProtocolError, match="not being written"):
-        engine.pool.publish(found.row, 1)
+        engine.pool.publish(row, 1)
     with pytest.raises(LocalProtocolError, match="not being written"):
-        engine.pool.discard(found.row)
+        engine.pool.discard(row)
     with pytest.raises(LocalProtocolError, match="not pinned"):
-        engine.pool.unpin(found.row)
+        engine.pool.unpin(row)
     engine.pool.remove(A)
     with pytest.raises(LocalProtocolError, match="holds no object"):
-        engine.pool.pin(found.row)
+        engine.pool.pin(row)
     for wrong in ((0, 1), (1, 0)):
         with pytest.raises(ConfigError, match="holds nothing"):
             HostPool.private(*wrong, LruPolicy)

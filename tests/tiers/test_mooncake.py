@@ -443,18 +443,6 @@ def test_a_store_without_room_drops_and_goes_on_loading(
             assert MooncakeStorage(master, client).read(NAMESPACE, key) is not None
 
 
-def test_an_object_of_another_format_version_is_refused_by_name(master: MooncakeMaster) -> None:
-    with lender(master.address) as client, opened(master.address) as tier:
-        storage, key = MooncakeStorage(master, client), new_key()
-        store(tier, key)
-        sealed = bytearray(storage.read(NAMESPACE, key) or b"")
-        sealed[8] += 1
-        storage.write(NAMESPACE, key, bytes(sealed))
-        result = load(tier, key)
-        assert result.outcome is LoadOutcome.REFUSED
-        assert "format version" in result.reason
-
-
 def test_a_close_ends_calls_that_wait(master: MooncakeMaster) -> None:
     with lender(master.address), opened(master.address) as tier:
         key = new_key()

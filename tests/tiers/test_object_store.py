@@ -140,18 +140,6 @@ def test_the_end_of_a_long_prefix_is_found_with_few_requests(
             assert len(errors.seen) <= most
 
 
-def test_an_object_of_another_format_version_is_refused_by_name(storage: S3Storage) -> None:
-    key = new_key()
-    with opened(storage.server) as tier:
-        store(tier, key)
-        sealed = bytearray(storage.read(NAMESPACE, key) or b"")
-        sealed[8] += 1
-        storage.write(NAMESPACE, key, bytes(sealed))
-        result = load(tier, key)
-    assert result.outcome is LoadOutcome.REFUSED
-    assert "format version" in result.reason
-
-
 def test_a_huge_object_in_place_of_ours_is_not_read(storage: S3Storage, proxy: FaultProxy) -> None:
     key = new_key()
     storage.write(NAMESPACE, key, bytes(64 * 2**20))

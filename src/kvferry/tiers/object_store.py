@@ -113,7 +113,6 @@ class ObjectTier:
         self._usage = TierUsage()
         self._usage_lock = threading.Lock()
         self._has_namespace_file = False
-        self._requests.start()
 
     @property
     def name(self) -> str:
@@ -235,8 +234,6 @@ class _Requests:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="kvferry-object-store", daemon=True)
         self._is_closed = False
-
-    def start(self) -> None:
         self._thread.start()
 
     def close(self) -> None:

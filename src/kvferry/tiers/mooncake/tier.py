@@ -10,7 +10,7 @@ copied before they are checked.
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
@@ -93,17 +93,11 @@ class MooncakeTier:
         return "mooncake"
 
     def find(self, keys: Sequence[EntryKey]) -> list[bool]:
-        until = time.monotonic() + self._deadlines.lookup_s
-        found: list[bool] = []
-        for start in range(0, len(keys), MAX_NAMES):
-            found += self._find_some(keys[start : start + MAX_NAMES], until)
-        return found
+        return [is_found for found in self._find(keys) for is_found in found]
 
     def find_prefix(self, keys: Sequence[EntryKey]) -> int:
-        until = time.monotonic() + self._deadlines.lookup_s
         count = 0
-        for start in range(0, len(keys), MAX_NAMES):
-            found = self._find_some(keys[start : start + MAX_NAMES], until)
+        for found in self._find(keys):
             if False in found:
                 return count + found.index(False)
             count += len(found)
@@ -159,8 +153,7 @@ class MooncakeTier:
     def remove(self, keys: Sequence[EntryKey]) -> None:
         until = time.monotonic() + self._deadlines.transfer_s
         with suppress(StorageFailed):
-            for start in range(0, len(keys), MAX_NAMES):
-                names = [self._object_name(key) for key in keys[start : start + MAX_NAMES]]
+            for names in self._names(keys):
                 self._ask(Call(Operation.REMOVE, names), until)
 
     def usage(self) -> TierUsage:
@@ -173,9 +166,15 @@ class MooncakeTier:
     def _object_name(self, key: EntryKey) -> str:
         return f"{self._namespace.hex}/{key.hex()}"
 
-    def _find_some(self, keys: Sequence[EntryKey], until: float) -> list[bool]:
-        answer = self._ask(Call(Operation.FIND, [self._object_name(key) for key in keys]), until)
-        return [code == 1 for code in answer]
+    def _names(self, keys: Sequence[EntryKey]) -> Iterator[list[str]]:
+        """The names of objects, as many at a time as fit into a call."""
+        for start in range(0, len(keys), MAX_NAMES):
+            yield [self._object_name(key) for key in keys[start : start + MAX_NAMES]]
+
+    def _find(self, keys: Sequence[EntryKey]) -> Iterator[list[bool]]:
+        until = time.monotonic() + self._deadlines.lookup_s
+        for names in self._names(keys):
+            yield [code == 1 for code in self._ask(Call(Operation.FIND, names), until)]
 
     def _write(self, key: EntryKey, payload: memoryview) -> int:
         """Write one object, unless it is there. 0, or a code of `PRESENT` or `STORES_FAIL`."""

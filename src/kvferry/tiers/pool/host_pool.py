@@ -19,7 +19,7 @@ import errno
 import fcntl
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -36,13 +36,12 @@ from kvferry.tiers.pool.segment_files import (
     OwnedSegment,
     SegmentFile,
     adopt_segment,
+    by_last_store,
     create_segment,
     iter_orphans,
     prepare_folder,
-    read_header,
     remove_orphan,
     remove_unfinished,
-    segment_paths,
 )
 
 MakePolicy = Callable[[int], EvictionPolicy]
@@ -376,17 +375,11 @@ def _adopt(folder: Path, namespace: Namespace, layout: SegmentLayout) -> OwnedSe
     for attempt in range(ADOPT_ATTEMPTS):
         if attempt:
             time.sleep(0.002)
-        for path in _latest_first(segment_paths(folder, namespace)):
+        for _, path, _ in reversed(by_last_store(folder, namespace)):
             adopted = adopt_segment(path, namespace, layout)
             if adopted is not None:
                 return adopted
     return None
-
-
-def _latest_first(paths: Sequence[Path]) -> list[Path]:
-    headers = [(path, read_header(path)) for path in paths]
-    found = [(header[1], path) for path, header in headers if header is not None]
-    return [path for _, path in sorted(found, reverse=True)]
 
 
 def _create(folder: Path, namespace: Namespace, layout: SegmentLayout) -> OwnedSegment:

@@ -245,22 +245,26 @@ def _map_for_owner(fd: int, layout: SegmentLayout) -> SegmentTable:
     return SegmentTable(pages, layout)
 
 
-def iter_orphans(folder: Path) -> Iterator[tuple[Path, int]]:
-    """The segments of all namespaces that have no owner, with their sizes in bytes: first those of
-    other versions of kvferry, then the one without stores for longest. Other files are left out.
+def by_last_store(
+    folder: Path, namespace: Namespace | None = None
+) -> list[tuple[float, Path, int]]:
+    """The segments of one namespace or of all, each with the time of its last store and its size in
+    bytes: first those of other versions of kvferry, then the one without stores for longest. Other
+    files are left out.
     """
     found = []
-    for path in segment_paths(folder):
+    for path in segment_paths(folder, namespace):
         header = read_header(path)
         if header is not None:
-            last_store_s, size = header[1], header[0].layout.total_bytes
-        elif (other := _size_of_other_version(path)) is not None:
-            last_store_s, size = 0.0, other
-        else:
-            continue
-        if not is_locked(path):
-            found.append((last_store_s, path, size))
-    yield from ((path, size) for _, path, size in sorted(found))
+            found.append((header[1], path, header[0].layout.total_bytes))
+        elif (size := _size_of_other_version(path)) is not None:
+            found.append((0.0, path, size))
+    return sorted(found)
+
+
+def iter_orphans(folder: Path) -> Iterator[tuple[Path, int]]:
+    """The segments of all namespaces that have no owner, with their sizes: see `by_last_store`."""
+    return ((path, size) for _, path, size in by_last_store(folder) if not is_locked(path))
 
 
 def _size_of_other_version(path: Path) -> int | None:
