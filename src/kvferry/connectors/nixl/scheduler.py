@@ -88,32 +88,9 @@ class NixlConnectorScheduler(SchedulerSide):
         """Open the side channel. Called when all workers have registered their caches, and again
         when they have registered them after a sleep.
         """
-        parts = {
-            rank: part for rank, part in metadata.items() if isinstance(part, NixlHandshakeMetadata)
-        }
-        for rank, part in metadata.items():
-            if rank not in parts:
-                raise LocalProtocolError(
-                    f"rank {rank} sent {type(part).__name__} instead of NixlHandshakeMetadata; "
-                    "the scheduler and all ranks must use the same connector"
-                )
-        foreign_ranks = [
-            rank for rank, part in parts.items() if part.epoch != self._context.config.epoch
-        ]
-        if foreign_ranks:
-            raise ConfigError(
-                f"ranks {foreign_ranks} have another epoch than their scheduler and would refuse "
-                "every ticket of this engine; let vLLM start the ranks, so that they get the "
-                "scheduler's epoch (with Ray, set "
-                "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY=KVFERRY_)"
-            )
-        registrations = {part.registration for part in parts.values()}
-        if len(registrations) > 1:
-            raise LocalProtocolError(
-                f"the ranks have registered their caches {sorted(registrations)} times after a "
-                "sleep; restart the engine"
-            )
-        self._context.epoch = registered_epoch(self._context.config.epoch, registrations.pop())
+        parts = self._checked(metadata)
+        registration = next(iter(parts.values())).registration
+        self._context.epoch = registered_epoch(self._context.config.epoch, registration)
         self._context.uses_host_buffer = any(part.uses_host_buffer for part in parts.values())
         served = ServedEngine(
             EngineId(self._context.engine_id),
@@ -139,6 +116,37 @@ class NixlConnectorScheduler(SchedulerSide):
             served.engine,
             served.epoch,
         )
+
+    def _checked(
+        self, metadata: Mapping[int, KVConnectorHandshakeMetadata]
+    ) -> dict[int, NixlHandshakeMetadata]:
+        """The handshake data of the ranks, if the ranks agree with this scheduler."""
+        parts = {
+            rank: part for rank, part in metadata.items() if isinstance(part, NixlHandshakeMetadata)
+        }
+        for rank, part in metadata.items():
+            if rank not in parts:
+                raise LocalProtocolError(
+                    f"rank {rank} sent {type(part).__name__} instead of NixlHandshakeMetadata; "
+                    "the scheduler and all ranks must use the same connector"
+                )
+        foreign_ranks = [
+            rank for rank, part in parts.items() if part.epoch != self._context.config.epoch
+        ]
+        if foreign_ranks:
+            raise ConfigError(
+                f"ranks {foreign_ranks} have another epoch than their scheduler and would refuse "
+                "every ticket of this engine; let vLLM start the ranks, so that they get the "
+                "scheduler's epoch (with Ray, set "
+                "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY=KVFERRY_)"
+            )
+        registrations = {part.registration for part in parts.values()}
+        if len(registrations) > 1:
+            raise LocalProtocolError(
+                f"the ranks have registered their caches {sorted(registrations)} times after a "
+                "sleep; restart the engine"
+            )
+        return parts
 
     def shutdown(self) -> None:
         if self._context.side_channel is not None:
