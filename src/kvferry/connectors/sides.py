@@ -86,10 +86,6 @@ class SchedulerSide(Side, Protocol):
         repeat. An asynchronous answer is > 0.
         """
 
-    def get_loaded_kv_cache_group_ids(self, request: Request) -> Iterable[int] | None:
-        """The KV-cache groups that a load fills; None for all groups."""
-        return None
-
     @abstractmethod
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -98,19 +94,9 @@ class SchedulerSide(Side, Protocol):
         0 external tokens too, and again (with 0) after an asynchronous load.
         """
 
-    def get_external_cache_hit_sources(
-        self, request: Request, num_external_tokens: int
-    ) -> Mapping[Any, int]:
-        return {}
-
     def withdraw(self, request_id: str) -> None:
         """kvferry only. Save nothing more of a request: its salt may not fit its KV any more."""
         return None
-
-    def register_finished_partial_tail(
-        self, request: Request, block_ids: BlockTables, tails: Any
-    ) -> bool:
-        return False
 
     def request_finished_all_groups(
         self, request: Request, block_ids: BlockTables
@@ -161,10 +147,6 @@ class SchedulerSide(Side, Protocol):
 
     # -- the engine --
 
-    def bind_kv_cache_manager(self, manager: Any) -> None:
-        """Called once, when the engine's block manager exists."""
-        return None
-
     def set_xfer_handshake_metadata(
         self, metadata: Mapping[int, KVConnectorHandshakeMetadata]
     ) -> None:
@@ -189,6 +171,26 @@ class SchedulerSide(Side, Protocol):
 
     def take_events(self) -> Iterable[Any]:
         return ()
+
+    # -- for vLLM's own connectors as children of a `MultiConnector`; kvferry's need no answer --
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> Iterable[int] | None:
+        """The KV-cache groups that a load fills; None for all groups."""
+        return None
+
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> Mapping[Any, int]:
+        return {}
+
+    def register_finished_partial_tail(
+        self, request: Request, block_ids: BlockTables, tails: Any
+    ) -> bool:
+        return False
+
+    def bind_kv_cache_manager(self, manager: Any) -> None:
+        """Called once, when the engine's block manager exists."""
+        return None
 
 
 class WorkerSide(Side, Protocol):
@@ -236,9 +238,6 @@ class WorkerSide(Side, Protocol):
     ) -> None:
         return None
 
-    def finish_forward(self) -> None:
-        return None
-
     def wait_for_save(self) -> None:
         return None
 
@@ -252,14 +251,19 @@ class WorkerSide(Side, Protocol):
         """The blocks that a load within this step did not fill."""
         return set()
 
-    def get_kv_connector_kv_cache_events(self) -> Any:
-        return None
-
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """This rank's message to the scheduler side."""
         return None
 
     def clear_connector_metadata(self) -> None:
+        return None
+
+    # -- for vLLM's own connectors as children of a `MultiConnector`; kvferry's need no answer --
+
+    def finish_forward(self) -> None:
+        return None
+
+    def get_kv_connector_kv_cache_events(self) -> Any:
         return None
 
     def reset_capture_state(self) -> None:

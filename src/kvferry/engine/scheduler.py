@@ -330,15 +330,12 @@ class Scheduler:
         """
         if self._limits.load_failure_policy is not FailurePolicy.FAIL:
             return []
-        loading = [
-            (self._queues.loading.get(request_id), reason)
-            for request_id, reason in sorted(given_up.items())
-        ]
-        return [
-            self._fail(seq, _fetch_error(reason), _BAD_GATEWAY)
-            for seq, reason in loading
-            if seq and not seq.status.is_finished
-        ]
+        outputs = []
+        for request_id, reason in sorted(given_up.items()):
+            seq = self._queues.loading.get(request_id)
+            if seq is not None and not seq.status.is_finished:
+                outputs.append(self._fail(seq, _fetch_error(reason), _BAD_GATEWAY))
+        return outputs
 
     def _end_load(self, request_id: str) -> list[RequestOutput]:
         seq = self._queues.loading.pop(request_id, None)

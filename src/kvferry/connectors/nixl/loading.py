@@ -90,7 +90,7 @@ class PeerLoads:
         if plan.offer is not None and self._comes_too_late(plan.offer.ticket):
             _log.info(_TOO_LATE, request.request_id)
             return
-        self._context.commands += plan.commands
+        self._context.send(*plan.commands)
         if plan.offer is not None:
             self._offers[RequestId(request.request_id)] = plan.offer
 
@@ -169,7 +169,7 @@ class PeerLoads:
             # A router chose this engine for both legs: the blocks are in the engine's own prefix
             # cache, and an engine never connects to itself.
             if ticket.epoch == context.epoch:
-                context.commands.append(ReleaseTicket(ticket.lease, ticket.serial))
+                context.send(ReleaseTicket(ticket.lease, ticket.serial))
             return _UnusableTicket("own", "this engine itself retains the turn")
         if ticket.weights != context.weights:
             context.return_ticket(request, text)
@@ -201,7 +201,7 @@ class PeerLoads:
         if offer.unchecked_ticket:
             # Ask the retaining engine for a reservation only now that the engine tries to schedule
             # the request: until then the retaining engine may need the blocks itself.
-            self._context.commands.append(PrepareOptionalLoad(request_id, offer.unchecked_ticket))
+            self._context.send(PrepareOptionalLoad(request_id, offer.unchecked_ticket))
             offer = replace(
                 offer, unchecked_ticket="", num_pending_ranks=self._context.config.parallel.tp_size
             )
@@ -225,15 +225,14 @@ class PeerLoads:
         self._num_loading[offer.ticket] += 1
         if offer.is_optional:
             self._started_optional.append(request_id)
-        command = self._start(request_id, offer, blocks, num_external_tokens)
-        self._context.commands.append(command)
+        self._context.send(self._start(request_id, offer, blocks, num_external_tokens))
 
     def _give_up(self, request: RequestId, offer: LoadOffer) -> None:
         """Let the producer free the blocks of an offer that is not used."""
         if offer.unchecked_ticket:
             self._context.return_ticket(request, offer.unchecked_ticket)
         elif offer.refusal is None:
-            self._context.commands.append(SkipLoad(request))
+            self._context.send(SkipLoad(request))
 
     def _start(
         self, request: RequestId, offer: LoadOffer, blocks: KVCacheBlocks, num_external_tokens: int
@@ -288,7 +287,7 @@ class PeerLoads:
     def finish_request(self, request: RequestId) -> None:
         """Drop the offer of a finished request; a load in progress still ends with a result."""
         if self._offers.pop(request, None) is not None or request in self._loading:
-            self._context.commands.append(AbortLoad(request))
+            self._context.send(AbortLoad(request))
 
     def reset(self) -> None:
         """Load nothing more for the requests that are live now."""
@@ -300,9 +299,7 @@ class PeerLoads:
             if not offer.is_optional:
                 self._refuse_load(request, _WEIGHTS_CHANGED, offer.leg_id)
         # If a load ends before the command arrives, the engine computes the request.
-        self._context.commands += [
-            AbortLoad(request, _WEIGHTS_CHANGED) for request in self._loading
-        ]
+        self._context.send(*(AbortLoad(request, _WEIGHTS_CHANGED) for request in self._loading))
 
     def take_worker_metadata(self, worker_metadata: NixlWorkerMetadata) -> None:
         for request, num_ranks in worker_metadata.reserved.items():
@@ -314,7 +311,7 @@ class PeerLoads:
         for request, reason in worker_metadata.refused.items():
             if self._offers.pop(RequestId(request), None) is not None:
                 self._skip_reuse(RequestId(request), "refused", reason)
-                self._context.commands.append(SkipLoad(RequestId(request)))
+                self._context.send(SkipLoad(RequestId(request)))
         for request, reason in worker_metadata.failed.items():
             if (offer := self._loading.get(RequestId(request))) is not None:
                 self._publish_failure(offer.leg_id, reason)

@@ -307,7 +307,7 @@ class PushMode(PullMode):
         """
         held = self._published.get(match_id)
         if held is not None:
-            self._context.commands.append(AbandonLease(held))
+            self._context.send(AbandonLease(held))
             return
         # The prefill leg has not finished yet; `finish_prefill_leg` abandons the lease.
         self._declined_match_ids[match_id] = None
@@ -317,8 +317,7 @@ class PushMode(PullMode):
     # -- producer --
 
     def announce_prefill_leg(self, request: Request, role: PrefillForPeer) -> None:
-        command = ExpectPrefill(RequestId(request.request_id), self._match_id(role))
-        self._context.commands.append(command)
+        self._context.send(ExpectPrefill(RequestId(request.request_id), self._match_id(role)))
 
     def add_prefill_leg(self, request: Request, role: PrefillForPeer) -> None:
         if (
@@ -340,15 +339,15 @@ class PushMode(PullMode):
         context, slices = self._context, tuple(slices)
         # Withdraw before publishing: a resumed request may already have new blocks in this step.
         for request, serial in self._streams.withdraw_lost(slices):
-            context.commands.append(WithdrawStream(request, serial))
+            context.send(WithdrawStream(request, serial))
         for stream, new_blocks in self._streams.advance(slices):
             request = RequestId(stream.request.request_id)
             if not stream.serial:
                 stream.serial = context.next_serial()
-                context.commands.append(OpenStream(request, stream.serial))
+                context.send(OpenStream(request, stream.serial))
             ticket = context.ticket(stream.request, stream.serial, stream.blocks, stream.tokens)
             text, copied = context.key.sign(ticket), context.blocks_to_copy(new_blocks)
-            context.commands.append(
+            context.send(
                 PublishTicket(request, stream.match_id, text, stream.num_published, copied)
             )
 
@@ -359,10 +358,10 @@ class PushMode(PullMode):
         # Preempted and resumed since the last publication: the published blocks may hold
         # other KV by now.
         if stream.has_lost_blocks(blocks):
-            self._context.commands.append(WithdrawStream(request, stream.serial))
+            self._context.send(WithdrawStream(request, stream.serial))
             return super().grant_lease(request, blocks)
         copied = self._context.blocks_to_copy(stream.unpublished(blocks))
-        self._context.commands.append(CloseStream(request, copied))
+        self._context.send(CloseStream(request, copied))
         return stream.serial
 
     def ticket_params(self, ticket: Ticket) -> dict[str, Any]:
@@ -379,7 +378,6 @@ class PushMode(PullMode):
         self, request: Request, role: PrefillForPeer, params: Mapping[str, Any] | None
     ) -> None:
         request_id, match_id = RequestId(request.request_id), self._match_id(role)
-        commands = self._context.commands
         self._streams.end(request_id)
         if params is None:
             reason = (
@@ -388,25 +386,24 @@ class PushMode(PullMode):
                 if request.cache_salt is not None
                 else "the prefill side does not exchange the KV of this request; its log says why"
             )
-            commands.append(FailPush(request_id, match_id, reason))
+            self._context.send(FailPush(request_id, match_id, reason))
             return
         if match_id in self._declined_match_ids:
             del self._declined_match_ids[match_id]
-            commands.append(AbandonLease(request_id))
+            self._context.send(AbandonLease(request_id))
             return
         if match_id:
             self._published[match_id], self._match_ids[request_id] = request_id, match_id
         num_tokens = params["remote_num_tokens"]
-        commands.append(PublishTicket(request_id, match_id, params["ticket"], num_tokens))
+        self._context.send(PublishTicket(request_id, match_id, params["ticket"], num_tokens))
 
     def end_lease(self, request: RequestId) -> None:
         self._published.pop(self._match_ids.pop(request, ""), None)
 
     def drop_prefill_legs(self, reason: str) -> None:
-        self._context.commands += [
-            FailPush(RequestId(stream.request.request_id), stream.match_id, reason)
-            for stream in self._streams.clear()
-        ]
+        for stream in self._streams.clear():
+            request_id = RequestId(stream.request.request_id)
+            self._context.send(FailPush(request_id, stream.match_id, reason))
 
     def _match_id(self, role: PrefillForPeer) -> str:
         """The match id of a valid push ticket. Empty without a valid ticket: then the legs are

@@ -88,32 +88,9 @@ class NixlConnectorScheduler(SchedulerSide):
         """Open the side channel. Called when all workers have registered their caches, and again
         when they have registered them after a sleep.
         """
-        parts = {
-            rank: part for rank, part in metadata.items() if isinstance(part, NixlHandshakeMetadata)
-        }
-        for rank, part in metadata.items():
-            if rank not in parts:
-                raise LocalProtocolError(
-                    f"rank {rank} sent {type(part).__name__} instead of NixlHandshakeMetadata; "
-                    "the scheduler and all ranks must use the same connector"
-                )
-        foreign_ranks = [
-            rank for rank, part in parts.items() if part.epoch != self._context.config.epoch
-        ]
-        if foreign_ranks:
-            raise ConfigError(
-                f"ranks {foreign_ranks} have another epoch than their scheduler and would refuse "
-                "every ticket of this engine; let vLLM start the ranks, so that they get the "
-                "scheduler's epoch (with Ray, set "
-                "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY=KVFERRY_)"
-            )
-        registrations = {part.registration for part in parts.values()}
-        if len(registrations) > 1:
-            raise LocalProtocolError(
-                f"the ranks have registered their caches {sorted(registrations)} times after a "
-                "sleep; restart the engine"
-            )
-        self._context.epoch = registered_epoch(self._context.config.epoch, registrations.pop())
+        parts = self._checked(metadata)
+        registration = next(iter(parts.values())).registration
+        self._context.epoch = registered_epoch(self._context.config.epoch, registration)
         self._context.uses_host_buffer = any(part.uses_host_buffer for part in parts.values())
         served = ServedEngine(
             EngineId(self._context.engine_id),
@@ -140,6 +117,37 @@ class NixlConnectorScheduler(SchedulerSide):
             served.epoch,
         )
 
+    def _checked(
+        self, metadata: Mapping[int, KVConnectorHandshakeMetadata]
+    ) -> dict[int, NixlHandshakeMetadata]:
+        """The handshake data of the ranks, if the ranks agree with this scheduler."""
+        parts = {
+            rank: part for rank, part in metadata.items() if isinstance(part, NixlHandshakeMetadata)
+        }
+        for rank, part in metadata.items():
+            if rank not in parts:
+                raise LocalProtocolError(
+                    f"rank {rank} sent {type(part).__name__} instead of NixlHandshakeMetadata; "
+                    "the scheduler and all ranks must use the same connector"
+                )
+        foreign_ranks = [
+            rank for rank, part in parts.items() if part.epoch != self._context.config.epoch
+        ]
+        if foreign_ranks:
+            raise ConfigError(
+                f"ranks {foreign_ranks} have another epoch than their scheduler and would refuse "
+                "every ticket of this engine; let vLLM start the ranks, so that they get the "
+                "scheduler's epoch (with Ray, set "
+                "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY=KVFERRY_)"
+            )
+        registrations = {part.registration for part in parts.values()}
+        if len(registrations) > 1:
+            raise LocalProtocolError(
+                f"the ranks have registered their caches {sorted(registrations)} times after a "
+                "sleep; restart the engine"
+            )
+        return parts
+
     def shutdown(self) -> None:
         if self._context.side_channel is not None:
             self._context.side_channel.close()
@@ -158,7 +166,7 @@ class NixlConnectorScheduler(SchedulerSide):
                 self._context.is_consumer and self._context.is_ticket_of_peer(text)
             ):
                 # `on_new_request` repeats the command, which then changes nothing.
-                self._context.commands.append(PrepareLoad(RequestId(request.request_id), str(text)))
+                self._context.send(PrepareLoad(RequestId(request.request_id), str(text)))
 
     def on_new_request(self, request: Request) -> None:
         self._live.add(RequestId(request.request_id))
@@ -294,9 +302,7 @@ class NixlConnectorScheduler(SchedulerSide):
         lease_ttl_s = self._context.extra.decoder_kv_blocks_ttl
         serial = self._context.next_serial()
         copied = self._context.blocks_to_copy(blocks)
-        self._context.commands.append(
-            RetainTurn(RequestId(request.request_id), serial, lease_ttl_s, copied)
-        )
+        self._context.send(RetainTurn(RequestId(request.request_id), serial, lease_ttl_s, copied))
         ticket = self._context.ticket(request, serial, blocks, tokens)
         params = self._mode.ticket_params(ticket) | {
             "do_remote_prefill": False,
@@ -326,7 +332,7 @@ class NixlConnectorScheduler(SchedulerSide):
         """Evict the oldest retained turns, because the engine lacks `num_blocks` blocks."""
         for request in self._retained.evict(num_blocks):
             self._context.stats.count("retained_turns_evicted")
-            self._context.commands.append(EvictTurn(request))
+            self._context.send(EvictTurn(request))
 
     def has_pending_block_frees(self) -> bool:
         return self._retained.has_evicting
@@ -338,7 +344,7 @@ class NixlConnectorScheduler(SchedulerSide):
         self._outdated |= self._live
         self._loads.reset()
         for request in (*self._held.requests, *self._retained.evict_all()):
-            self._context.commands.append(RevokeLease(request))
+            self._context.send(RevokeLease(request))
         self._mode.drop_prefill_legs(
             "the prefill side's weights may have changed while it computed the prompt"
         )
@@ -352,7 +358,7 @@ class NixlConnectorScheduler(SchedulerSide):
         if turn_id is not None:
             self._publish_turn(EndedTurn(turn_id))
         else:
-            self._context.commands += [AbandonLease(other) for other in self._held.free(request)]
+            self._context.send(*map(AbandonLease, self._held.free(request)))
 
     def _report_held_blocks(self) -> None:
         self._context.stats.set_level("num_held_blocks", "scheduler", self._held.num_blocks)
@@ -360,7 +366,7 @@ class NixlConnectorScheduler(SchedulerSide):
         self._context.stats.set_level("num_retained_blocks", "scheduler", self._retained.num_blocks)
 
     def request_abandoned(self, request_id: str) -> None:
-        self._context.commands.append(AbandonLease(RequestId(request_id)))
+        self._context.send(AbandonLease(RequestId(request_id)))
 
     # -- every step --
 
@@ -372,7 +378,7 @@ class NixlConnectorScheduler(SchedulerSide):
     def build_connector_meta(self, scheduler_output: Step) -> NixlConnectorMetadata:
         self._mode.plan_step(scheduler_output.slices)
         if self._context.side_channel is not None:
-            self._context.commands += self._context.side_channel.take_released()
+            self._context.send(*self._context.side_channel.take_released())
         commands, self._context.commands = tuple(self._context.commands), []
         optional = self._loads.take_started_optional()
         return NixlConnectorMetadata(commands, optional)

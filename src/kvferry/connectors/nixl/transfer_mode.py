@@ -76,7 +76,6 @@ class SchedulerContext:
     extra: NixlExtraConfig
     key: TicketKey
     commands: list[WorkerCommand] = field(default_factory=list, init=False)
-    """For the transfer workers, with the next step."""
     stats: TransferStats = field(default_factory=TransferStats, init=False)
     side_channel: SideChannel | None = field(default=None, init=False)
     epoch: Epoch | None = field(default=None, init=False)
@@ -104,6 +103,10 @@ class SchedulerContext:
     def is_consumer(self) -> bool:
         return self.config.kv_transfer.is_kv_consumer
 
+    def send(self, *commands: WorkerCommand) -> None:
+        """Send commands to the transfer workers with the next step."""
+        self.commands += commands
+
     def is_ticket_of_peer(self, text: object) -> bool:
         try:
             return self.key.open(text).engine != self.engine_id
@@ -112,7 +115,7 @@ class SchedulerContext:
 
     def return_ticket(self, request: RequestId, text: object) -> None:
         """Let the peer that issued a ticket free its blocks now: the ticket is not used."""
-        self.commands += [PrepareLoad(request, str(text)), SkipLoad(request)]
+        self.send(PrepareLoad(request, str(text)), SkipLoad(request))
 
     def next_serial(self) -> int:
         self.serial += 1
@@ -182,7 +185,7 @@ class PullMode:
         """Lease the blocks of a finished prefill leg, and return the serial of the lease."""
         serial = self._context.next_serial()
         copied = self._context.blocks_to_copy(blocks)
-        self._context.commands.append(GrantLease(request, serial, copied))
+        self._context.send(GrantLease(request, serial, copied))
         return serial
 
     def ticket_params(self, ticket: Ticket) -> dict[str, Any]:
