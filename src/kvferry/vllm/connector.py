@@ -21,7 +21,6 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from kvferry.config import KVTransferConfig
 from kvferry.connectors.contract import ConnectorDescription
 from kvferry.connectors.factory import KVConnectorFactory, check_cache
-from kvferry.connectors.stats import KVConnectorStats as OwnStats
 from kvferry.logs import LEVEL_VARIABLE, ForwardingHandler, LogSettings
 from kvferry.vllm.compatibility import check_supported, why_not_asleep
 from kvferry.vllm.identity.loaded_weights import LoadedWeights
@@ -162,11 +161,6 @@ class KVFerryConnector(SchedulerRole, WorkerRole, SupportsHMA):
         return cls._stats_class(data or {})
 
     @classmethod
-    def wrap_stats(cls, stats: OwnStats) -> KVConnectorStats:
-        """kvferry's stats in vLLM's class."""
-        return cls._stats_class(stats.to_dict())
-
-    @classmethod
     def build_prom_metrics(
         cls,
         vllm_config: Any,
@@ -187,7 +181,7 @@ class KVFerryConnector(SchedulerRole, WorkerRole, SupportsHMA):
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         self._has_unreported_stats = False
         stats = self._side.get_kv_connector_stats()
-        return None if stats is None else self.wrap_stats(stats)
+        return None if stats is None else self.build_kv_connector_stats(stats.to_dict())
 
     def shutdown(self) -> None:
         for registration in self._registrations:

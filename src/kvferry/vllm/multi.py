@@ -297,7 +297,9 @@ class MultiConnector(KVFerryConnector):
         shown = MultiKVStats(counts=stats.counts)
         for name, part in stats.parts.items():
             found = classes[name]
-            shown.add(name, found, found.wrap_stats(part) if is_own(found) else part)
+            if is_own(found):
+                part = found.build_kv_connector_stats(part.to_dict())
+            shown.add(name, found, part)
         return shown
 
     # -- scheduler --

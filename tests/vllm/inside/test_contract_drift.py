@@ -81,7 +81,7 @@ KVFERRY_ONLY = {
     "opens_side_channel",
     "provides_dummy_kv",
 }
-OUR_OWN_HOOKS = {"check_config", "describe", "has_own_sides", "registration", "wrap_stats"}
+OUR_OWN_HOOKS = {"check_config", "describe", "has_own_sides", "registration"}
 """Called by kvferry: what differs between its connectors."""
 
 
