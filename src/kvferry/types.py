@@ -4,10 +4,13 @@ Pure: no behaviour beyond construction, comparison and derived sizes.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
 from typing import NewType, Self
+
+import msgspec
 
 RequestId = NewType("RequestId", str)
 """An engine's own id of one request; unique within one epoch of the engine."""
@@ -19,6 +22,9 @@ Epoch = NewType("Epoch", str)
 """Random id of one incarnation of an engine. Another epoch at the same address means a restart."""
 
 BlockId = NewType("BlockId", int)
+
+BlockIds = Sequence[Sequence[int]]
+"""Block ids of each KV-cache group, from token 0."""
 
 
 class KVLayout(StrEnum):
@@ -113,8 +119,7 @@ class AxisKind(StrEnum):
     HEAD = "head"
 
 
-@dataclass(frozen=True, slots=True)
-class Axis:
+class Axis(msgspec.Struct, frozen=True, array_like=True):
     """One dimension of a block: `count` elements of one kind, `stride_bytes` apart."""
 
     kind: AxisKind
@@ -124,7 +129,9 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One registered range of KV memory: block `b` starts at `address + b * stride_bytes`."""
+    """One registered range of KV memory: block `b` starts at `address + b * stride_bytes`. Peers
+    exchange regions in the handshake, so the names and order of the fields are those of the wire.
+    """
 
     name: str
     address: int

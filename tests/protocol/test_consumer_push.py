@@ -24,7 +24,7 @@ from kvferry.events import PrefillCompleted, TransferAbandoned, TransferFailed, 
 from kvferry.protocol import messages as codec
 from kvferry.protocol.actions import Action, StartRead, StopRead
 from kvferry.protocol.consumer.consumer import Consumer
-from kvferry.protocol.consumer.transfer import PushInfo
+from kvferry.protocol.consumer.transfer import Origin, PushInfo
 from kvferry.protocol.fingerprints import Fingerprint, fingerprint
 from kvferry.protocol.messages import (
     Attach,
@@ -53,12 +53,14 @@ def expect(
     consumer: Consumer, request: RequestId = R1, tokens: Fingerprint | None = None, now: float = 0
 ) -> None:
     push_info = PushInfo("h1", tokens or fingerprint(range(8), 4, ""), OWN, "PT")
-    consumer.expect(
+    consumer.track(
         request,
-        EngineIncarnation(PEER.engine, PEER.epoch),
-        Address("p-host", 5600),
-        1,
-        push_info,
+        Origin(
+            EngineIncarnation(PEER.engine, PEER.epoch),
+            Address("p-host", 5600),
+            1,
+            push_info=push_info,
+        ),
         now,
     )
 
@@ -254,12 +256,14 @@ UNSIGNED = PushRegistration("e1", READER, "r1", "d", "d-host", 5700, 1, 30.0)
 def expect_from(consumer: Consumer, request: RequestId = R1, now: float = 0) -> None:
     """Expect the KV from a producer whose address is known, but not its incarnation."""
     push_info = PushInfo("", fingerprint(range(8), 4, ""), OWN, "")
-    consumer.expect(
+    consumer.track(
         request,
-        EngineIncarnation(PEER.engine, UNKNOWN_EPOCH),
-        Address("p-host", 5600),
-        1,
-        push_info,
+        Origin(
+            EngineIncarnation(PEER.engine, UNKNOWN_EPOCH),
+            Address("p-host", 5600),
+            1,
+            push_info=push_info,
+        ),
         now,
     )
 
@@ -283,7 +287,7 @@ def test_a_producer_known_by_its_address_may_turn_out_to_be_one_that_is_known_we
     expect_from(consumer)
     [asked] = sent(consumer.outbox.take_actions(), HandshakeRequest)
     assert isinstance(asked, HandshakeRequest)
-    consumer.track(R2, ticket("b"), "T2", now=0)
+    consumer.track(R2, Origin.of(ticket("b"), "T2"), now=0)
     [other] = sent(consumer.outbox.take_actions(), HandshakeRequest)
     assert isinstance(other, HandshakeRequest)
     consumer.receive("tcp://p-host:5600", reply(other.nonce), now=0)

@@ -335,7 +335,7 @@ class Memory:
                 self.release(prefill)
                 del self.prefills[prefill.name]
             else:
-                self.producer.abandon(RequestId(prefill.name))
+                self.producer.abandon(RequestId(prefill.name), 0)
         self.settle()
         while self.copies:
             self.copy()

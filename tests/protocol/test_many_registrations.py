@@ -13,7 +13,7 @@ from tests.protocol.test_consumer_push import OWN
 from tests.sampling import exhaustive
 
 from kvferry.protocol.actions import StartRead
-from kvferry.protocol.consumer.transfer import PushInfo
+from kvferry.protocol.consumer.transfer import Origin, PushInfo
 from kvferry.protocol.fingerprints import fingerprint
 from kvferry.protocol.messages import (
     Attach,
@@ -163,8 +163,10 @@ class Decoder:
 
     def expect(self, name: str, now: float) -> RequestId:
         invited = PushInfo(f"handover {name}", TOKENS, OWN, f"push ticket {name}")
-        self.consumer.expect(
-            RequestId(name), self.incarnation, Address("p-host", 5600), 1, invited, now
+        self.consumer.track(
+            RequestId(name),
+            Origin(self.incarnation, Address("p-host", 5600), 1, push_info=invited),
+            now,
         )
         return RequestId(name)
 

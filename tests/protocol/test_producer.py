@@ -148,7 +148,7 @@ def test_readers_that_left_before_the_grant_do_not_pin_it() -> None:
 def test_a_ticket_handed_back_before_its_grant_is_remembered_while_a_reader_waits() -> None:
     producer = make_producer()
     producer.receive(D, Attach(ticket(), "d/1"), now=0)
-    producer.abandon(A)
+    producer.abandon(A, now=0)
     producer.grant(A, 1, now=1)
     assert ended(producer) == []
     producer.receive(D, Confirm("e1", "a", "d/1"), now=2)
@@ -158,12 +158,12 @@ def test_a_ticket_handed_back_before_its_grant_is_remembered_while_a_reader_wait
 def test_a_ticket_handed_back_ends_its_own_lease_and_no_later_one_of_that_name() -> None:
     producer = make_producer()
     producer.grant(A, 1, now=0)
-    producer.release_ticket(A, 1)
+    producer.release_ticket(A, 1, now=0)
     assert ended(producer) == [("a", LeaseEnd.RELEASED)]
     producer.grant(A, 2, now=1)
-    producer.release_ticket(A, 1)
+    producer.release_ticket(A, 1, now=0)
     assert ended(producer) == []
-    producer.release_ticket(A, 2)
+    producer.release_ticket(A, 2, now=0)
     assert ended(producer) == [("a", LeaseEnd.RELEASED)]
 
 
@@ -172,7 +172,7 @@ def test_a_ticket_handed_back_ends_its_lease_although_a_reader_that_hangs_is_att
     producer = make_producer()
     producer.grant(A, 1, now=0)
     producer.receive(D, Attach(ticket(), "d/1"), now=1)
-    producer.release_ticket(A, 1)
+    producer.release_ticket(A, 1, now=0)
     assert ended(producer) == [("a", LeaseEnd.RELEASED)]
     producer.receive(D, Confirm("e1", "a", "d/1"), now=2)
     [reply] = take_replies(producer.outbox)
@@ -211,7 +211,7 @@ def test_a_ticket_that_is_not_good_here_is_refused(text: str) -> None:
 def test_a_ticket_of_a_lease_that_is_over_is_refused_at_once() -> None:
     producer = make_producer()
     producer.grant(A, 1, now=0)
-    producer.abandon(A)
+    producer.abandon(A, now=0)
     producer.receive(D, Attach(ticket(), "d/1"), now=2)
     assert take_replies(producer.outbox) == [
         Reply(D, Refused("a", "d/1", "the lease has ended", 1))
@@ -335,7 +335,7 @@ class ProducerMachine(RuleBasedStateMachine):
     @rule(serial=st.integers(1, 6))
     def abandon(self, serial: int) -> None:
         if serial <= self.granted:
-            self.producer.release_ticket(RequestId(f"r{serial}"), serial)
+            self.producer.release_ticket(RequestId(f"r{serial}"), serial, self.now)
 
     @rule(seconds=st.floats(0, 20))
     def wait(self, seconds: float) -> None:

@@ -112,7 +112,7 @@ def test_the_end_of_a_lease_is_not_reported_while_its_blocks_are_copied(how: str
     else:
         producer.receive(D, Detach("e1", "a", "d/1"), now=1)
     if how == "abandoned":
-        producer.abandon(A)
+        producer.abandon(A, now=0)
     assert (ended(producer), producer.num_leases) == ([], 1)
     producer.copied_to_host_buffer(1, None, now=2)
     assert ended(producer) == [("a", LeaseEnd.EXPIRED if how == "expired" else LeaseEnd.RELEASED)]

@@ -214,7 +214,7 @@ def test_the_end_of_a_lease_is_reported_when_its_last_copy_has_ended(how: str) -
     if how == "expires":
         producer.advance(now=32)
     else:
-        producer.abandon(A)
+        producer.abandon(A, now=0)
     assert (producer.outbox.take_events(), producer.num_leases) == ([], 1)
     producer.copied_to_host_buffer(1, None, now=33)
     assert producer.outbox.take_events() == [

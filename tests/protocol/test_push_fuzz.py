@@ -16,7 +16,7 @@ from tests.protocol.test_producer_push import KEY, PUSH_KEY, push_ticket
 
 from kvferry.events import TransferFailed, TransferFinished
 from kvferry.protocol.actions import Action, StartRead
-from kvferry.protocol.consumer.transfer import PushInfo
+from kvferry.protocol.consumer.transfer import Origin, PushInfo
 from kvferry.protocol.fingerprints import fingerprint
 from kvferry.protocol.messages import (
     Attach,
@@ -112,7 +112,7 @@ class ProducerLife:
         prefill = self.prefills[request]
         match self.chance.choice(["more", "withdraw", "close", "withhold", "abandon"]):
             case "abandon":
-                self.producer.abandon(request)
+                self.producer.abandon(request, self.now)
             case "more":
                 self.publish(request, 8)
             case _ if not prefill.is_open:
@@ -209,8 +209,12 @@ class ConsumerLife:
         self.has_blocks = False
         self.now = 0.0
         incarnation = EngineIncarnation(EngineId("p"), Epoch("e1"))
-        self.consumer.expect(
-            R1, incarnation, Address("p-host", 5600), 2, PushInfo("h1", TOKENS, OWN, "PT"), 0
+        self.consumer.track(
+            R1,
+            Origin(
+                incarnation, Address("p-host", 5600), 2, push_info=PushInfo("h1", TOKENS, OWN, "PT")
+            ),
+            0,
         )
         for request in sent(self.consumer.outbox.take_actions(), HandshakeRequest):
             assert isinstance(request, HandshakeRequest)

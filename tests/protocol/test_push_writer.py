@@ -18,7 +18,6 @@ from kvferry.protocol.messages import (
     OLDEST_WIRE_VERSION,
     HandshakeRefused,
     PushRegistration,
-    RegionInfo,
     Revoke,
     Revoked,
     WriteFailed,
@@ -28,7 +27,7 @@ from kvferry.protocol.messages import (
 from kvferry.protocol.outbox import Outbox
 from kvferry.protocol.producer.push_writer import Landed, PushWriter, WriterSettings
 from kvferry.protocol.tickets import Ticket
-from kvferry.types import EngineId, RequestId, Route
+from kvferry.types import EngineId, Region, RequestId, Route
 
 READER, ROUTE = "p/r/0", Route(b"route")
 A = RequestId("a")
@@ -188,7 +187,7 @@ def test_what_cannot_be_written_is_told(changes: dict[str, Any], reason: str) ->
 @pytest.mark.parametrize("needed_from", [[], [0]])
 def test_a_lease_without_blocks_of_a_group_is_not_written(needed_from: list[int]) -> None:
     side = Side(group=1).register(write=msgspec.structs.replace(LEASE, needed_from=needed_from))
-    connect(side.consumer, regions=[RegionInfo("l0", 0, 64, 64, 16, "DRAM", 0, group=1)])
+    connect(side.consumer, regions=[Region("l0", 0, 64, 64, 16, group=1)])
     side.offer(8)
     assert [type(message) for message in side.said()] == [WriteFailed]
 

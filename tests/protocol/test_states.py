@@ -18,7 +18,6 @@ from kvferry.protocol.planning.geometry import (
     Geometry,
     check_geometry,
     geometry_from_layout,
-    region_info,
 )
 from kvferry.protocol.planning.heads import heads_of, rank_mappings
 from kvferry.protocol.planning.plan import check_state_boundary, plan_permutations, plan_read
@@ -211,11 +210,11 @@ def layout_of(geometry: Geometry) -> RankLayout:
         geometry.tp_size,
         geometry.block_size,
         geometry.num_blocks,
-        str(geometry.layout),
+        geometry.layout,
         geometry.num_kv_heads,
         geometry.head_dim,
         "tcp://127.0.0.1:1",
-        [region_info(region) for region in geometry.regions],
+        list(geometry.regions),
         [],
         geometry.total_kv_heads,
     )

@@ -7,14 +7,14 @@ Pure: the caller passes `now` (local monotonic seconds).
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import Generic, TypeVar
 
 from kvferry.types import RequestId
 
 K = TypeVar("K", bound=str | int)
 _MAX_STALE = 64
-"""The heap may hold this many stale entries before a rebuild is considered."""
+"""Up to this many stale entries of a heap are handled one by one; beyond that it is rebuilt."""
 
 
 def earliest(*deadlines: float | None) -> float | None:
@@ -26,8 +26,10 @@ def earliest(*deadlines: float | None) -> float | None:
 class Deadlines(Generic[K]):
     """One deadline per key, in a heap with lazy removal.
 
-    An entry whose deadline was moved or dropped stays in the heap until the entry reaches the top,
-    or until stale entries outnumber the live entries.
+    Each key has at least one entry at or before its deadline. A deadline that moves to a later time
+    leaves its entry in place until the entry reaches the top
+    (docs/decisions/019-many-leases.md). Entries of dropped keys stay until they reach the top, or
+    until they outnumber the live entries.
     """
 
     _at: dict[K, float] = field(default_factory=dict, init=False)
@@ -41,17 +43,26 @@ class Deadlines(Generic[K]):
         """Size of the heap, stale entries included: at most about twice the deadlines."""
         return len(self._heap)
 
+    def get(self, key: K) -> float | None:
+        return self._at.get(key)
+
     def set(self, key: K, at: float) -> None:
         """Set the deadline of a key; replaces an earlier deadline of the same key."""
+        before = self._at.get(key)
         self._at[key] = at
-        heappush(self._heap, (at, key))
-        if len(self._heap) > 2 * len(self._at) + _MAX_STALE:
-            self._heap = [(at, key) for key, at in self._at.items()]
-            heapify(self._heap)
+        if before is None or at < before:
+            heappush(self._heap, (at, key))
+            self._rebuild_if_stale()
+
+    def extend(self, key: K, at: float) -> None:
+        """Move a deadline to `at`, if that is later. A key without deadline is ignored."""
+        if self._at.get(key, at) < at:
+            self._at[key] = at
 
     def drop(self, key: K) -> None:
         """Remove the deadline of a key. Unknown keys are ignored."""
-        self._at.pop(key, None)
+        if self._at.pop(key, None) is not None:
+            self._rebuild_if_stale()
 
     def take_due(self, now: float) -> list[K]:
         """Remove and return every key whose deadline has passed, earliest first."""
@@ -64,9 +75,25 @@ class Deadlines(Generic[K]):
 
     def next(self) -> float | None:
         """Return the earliest deadline; None if there is none."""
-        while self._heap and self._at.get(self._heap[0][1]) != self._heap[0][0]:
-            heappop(self._heap)
+        num_moved = 0
+        while self._heap and (at := self._at.get(self._heap[0][1])) != self._heap[0][0]:
+            if at is None:
+                heappop(self._heap)
+            elif num_moved < _MAX_STALE:
+                heapreplace(self._heap, (at, self._heap[0][1]))
+                num_moved += 1
+            else:
+                # One heartbeat renews many leases, so if some entries are stale, most are.
+                self._rebuild()
         return self._heap[0][0] if self._heap else None
+
+    def _rebuild_if_stale(self) -> None:
+        if len(self._heap) > 2 * len(self._at) + _MAX_STALE:
+            self._rebuild()
+
+    def _rebuild(self) -> None:
+        self._heap = [(at, key) for key, at in self._at.items()]
+        heapify(self._heap)
 
 
 # -- heartbeats --

@@ -26,8 +26,8 @@ from kvferry.protocol.messages import (
     HandshakeRefused,
     HandshakeReply,
     HandshakeRequest,
-    OfferInfo,
     RankLayout,
+    TransportOffer,
 )
 from kvferry.protocol.outbox import Outbox
 from kvferry.protocol.planning.geometry import Geometry, check_geometry, geometry_from_layout
@@ -50,7 +50,7 @@ class PeerSettings:
     factors: Mapping[str, Factor] | None
     """Our compatibility factors; None accepts any factors (`enforce_handshake_compat: false`)."""
     geometry: Geometry
-    offers: tuple[OfferInfo, ...]
+    offers: tuple[TransportOffer, ...]
     pinned_transports: tuple[str, ...]
     handshake_timeout_s: float
     engine_ttl_s: float

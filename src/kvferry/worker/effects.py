@@ -34,7 +34,6 @@ from kvferry.transports.base import (
     DataTransport,
     Handle,
     StoreHandle,
-    TransportOffer,
 )
 
 READ_WATCH_INTERVAL_S = 0.01
@@ -195,9 +194,8 @@ class Effects:
         for choice in action.candidates:
             offer = next(o for o in action.offers if o.transport == choice.transport)
             try:
-                made = TransportOffer(offer.transport, offer.reach, offer.blob, offer.near)
                 self._transports[choice.transport].connect(
-                    action.peer, made, action.geometry.regions
+                    action.peer, offer, action.geometry.regions
                 )
             # Boundary for one peer: an offer is decoded by third-party libraries, which may raise
             # any exception.

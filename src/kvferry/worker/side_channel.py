@@ -29,7 +29,7 @@ from kvferry.protocol.messages import (
 from kvferry.protocol.producer.leases import OpenQuestions, TextsById
 from kvferry.protocol.tickets import PushTicketKey, TicketKey
 from kvferry.transports.base import ControlTransport, Received, Route
-from kvferry.types import EngineId, Epoch
+from kvferry.types import EngineIncarnation
 from kvferry.worker.commands import ReleasePushTicket, ReleaseTicket
 
 MAX_RELEASED = 100_000
@@ -244,13 +244,13 @@ class SideChannel:
         released: ReleaseTicket | ReleasePushTicket
         try:
             ticket = ticket_key.open(text)
-            owner = (ticket.engine_id, ticket.epoch_id)
+            owner = ticket.incarnation
             released = ReleaseTicket(ticket.lease, ticket.serial)
         except InvalidTicket:
             push_ticket = push_key.open(text)
-            owner = (EngineId(push_ticket.engine), Epoch(push_ticket.epoch))
+            owner = push_ticket.incarnation
             released = ReleasePushTicket(push_ticket.match_id)
-        if owner != (self._served.engine, self._served.epoch):
+        if owner != EngineIncarnation(self._served.engine, self._served.epoch):
             raise InvalidTicket("a router released a ticket of another incarnation of this engine")
         self._pass_on(released)
 

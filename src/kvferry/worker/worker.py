@@ -26,10 +26,9 @@ from kvferry.events import (
 from kvferry.protocol import messages as codec
 from kvferry.protocol.consumer.consumer import Consumer
 from kvferry.protocol.consumer.context import ConsumerSettings
-from kvferry.protocol.consumer.transfer import Destination, PushInfo
+from kvferry.protocol.consumer.transfer import Destination, Origin
 from kvferry.protocol.messages import PushOffer, ToConsumer, ToProducer
 from kvferry.protocol.outbox import Outbox
-from kvferry.protocol.peers import UNKNOWN_EPOCH
 from kvferry.protocol.producer.producer import Producer
 from kvferry.protocol.producer.push import ProducerSettings
 from kvferry.protocol.producer.push_matcher import MAX_LEASES_WAITED
@@ -43,7 +42,6 @@ from kvferry.transports.base import (
     Disconnected,
     Received,
 )
-from kvferry.types import EngineId, EngineIncarnation
 from kvferry.worker.commands import (
     AbandonLease,
     AbortLoad,
@@ -55,15 +53,12 @@ from kvferry.worker.commands import (
     GrantLease,
     OpenStream,
     PrepareLoad,
-    PrepareOptionalLoad,
     ProducerCommand,
     PublishTicket,
     RegisterForPush,
-    RegisterForPushByAddress,
     RejectLoad,
     ReleasePushTicket,
     ReleaseTicket,
-    RetainTurn,
     RevokeLease,
     SkipLoad,
     StartLoad,
@@ -134,11 +129,12 @@ class TransferWorker:
         clock: Callable[[], float],
     ) -> None:
         self._key = TicketKey(settings.secret)
-        self._push_key = PushTicketKey(settings.secret)
         self._consumer = Consumer(settings.consumer)
         self._outbox = Outbox()
         writers = _writers(settings, self._consumer, self._outbox)
-        self._producer = Producer(settings.producer, self._key, self._push_key, writers)
+        self._producer = Producer(
+            settings.producer, self._key, PushTicketKey(settings.secret), writers
+        )
         self._effects = Effects(
             transports, control, store, self._producer, self._consumer, self._outbox
         )
@@ -282,10 +278,8 @@ class TransferWorker:
         self, command: ProducerCommand, now: float
     ) -> None:
         match command:
-            case GrantLease(request, serial, blocks):
-                self._producer.grant(request, serial, now, blocks)
-            case RetainTurn(request, serial, lease_ttl_s, blocks):
-                self._producer.retain(request, serial, now, lease_ttl_s, blocks)
+            case GrantLease(request, serial, blocks, lease_ttl_s):
+                self._producer.grant(request, serial, now, blocks, lease_ttl_s)
             case EvictTurn(request):
                 self._producer.evict(request, now)
             case ExpectPrefill(request, match_id):
@@ -301,41 +295,22 @@ class TransferWorker:
             case FailPush(request, match_id, reason):
                 self._producer.fail_prefill(request, match_id, reason, now)
             case AbandonLease(request):
-                self._producer.abandon(request)
+                self._producer.abandon(request, now)
             case RevokeLease(request):
-                self._producer.revoke(request)
+                self._producer.revoke(request, now)
             case ReleaseTicket(request, serial):
-                self._producer.release_ticket(request, serial)
+                self._producer.release_ticket(request, serial, now)
             case ReleasePushTicket(match_id):
                 self._producer.decline_push(match_id, now)
 
     def _execute_for_consumer(self, command: ConsumerCommand, now: float) -> None:
         match command:
-            case PrepareLoad(request, ticket):
-                self._consumer.track(request, self._key.open(ticket), ticket, now)
-            case PrepareOptionalLoad(request, ticket):
-                self._consumer.track_optional(request, self._key.open(ticket), ticket, now)
-            case RegisterForPush(request, text, tokens, own_address):
-                push_ticket = self._push_key.open(text)
-                push_info = PushInfo(push_ticket.match_id, tokens, own_address, text)
-                self._consumer.expect(
-                    request,
-                    push_ticket.incarnation,
-                    push_ticket.address,
-                    push_ticket.tp_size,
-                    push_info,
-                    now,
-                )
-            case RegisterForPushByAddress(request, engine, address, tp_size, tokens, own_address):
-                incarnation = EngineIncarnation(EngineId(engine), UNKNOWN_EPOCH)
-                self._consumer.expect(
-                    request,
-                    incarnation,
-                    address,
-                    tp_size,
-                    PushInfo("", tokens, own_address, ""),
-                    now,
-                )
+            case PrepareLoad(request, ticket, is_optional):
+                origin = Origin.of(self._key.open(ticket), ticket, is_optional=is_optional)
+                self._consumer.track(request, origin, now)
+            case RegisterForPush(request, producer, address, tp_size, push_info):
+                origin = Origin(producer, address, tp_size, push_info=push_info)
+                self._consumer.track(request, origin, now)
             case StartLoad(request, blocks, first_token, end_token, needed_from):
                 self._consumer.start(
                     request, blocks, range(first_token, end_token), now, needed_from

@@ -36,9 +36,11 @@ from kvferry.connectors.nixl.transfer_mode import (
     TicketIssuer,
 )
 from kvferry.errors import InvalidTicket
+from kvferry.protocol.consumer.transfer import PushInfo
 from kvferry.protocol.fingerprints import Fingerprint, fingerprint
+from kvferry.protocol.peers import UNKNOWN_EPOCH
 from kvferry.protocol.tickets import HOLE, MAX_TICKET_NAME_CHARS, PushTicketKey, Ticket
-from kvferry.types import Address, RequestId
+from kvferry.types import EngineId, EngineIncarnation, RequestId
 from kvferry.worker.commands import (
     AbandonLease,
     CloseStream,
@@ -47,7 +49,6 @@ from kvferry.worker.commands import (
     OpenStream,
     PublishTicket,
     RegisterForPush,
-    RegisterForPushByAddress,
     SkipLoad,
     WithdrawStream,
     WorkerCommand,
@@ -279,9 +280,10 @@ class PushMode:
             return LoadPlan(self._decline(ticket.match_id))
         command = RegisterForPush(
             RequestId(request.request_id),
-            str(role.push_ticket),
-            self._fingerprint(request),
-            self._own_address,
+            ticket.incarnation,
+            ticket.address,
+            ticket.tp_size,
+            self._push_info(request, ticket.match_id, str(role.push_ticket)),
         )
         return self._expect(request, command, (ticket.engine, ticket.epoch, ticket.match_id))
 
@@ -306,20 +308,18 @@ class PushMode:
                 f"the request has no ticket, and its id is longer than {MAX_TICKET_NAME_CHARS} "
                 "characters; shorten the id, or use a router that signs push tickets"
             )
-        command = RegisterForPushByAddress(
+        command = RegisterForPush(
             RequestId(request.request_id),
-            peer.engine,
+            EngineIncarnation(EngineId(peer.engine), UNKNOWN_EPOCH),
             peer.address,
             peer.tp_size,
-            self._fingerprint(request),
-            self._own_address,
+            self._push_info(request, "", ""),
         )
         return self._expect(request, command, None)
 
-    @property
-    def _own_address(self) -> Address:
+    def _push_info(self, request: Request, match_id: str, push_ticket: str) -> PushInfo:
         assert self._issuer.address is not None
-        return self._issuer.address
+        return PushInfo(match_id, self._fingerprint(request), self._issuer.address, push_ticket)
 
     def _fingerprint(self, request: Request) -> Fingerprint:
         salt, size = request.cache_salt, self._cache.block_size
@@ -333,7 +333,7 @@ class PushMode:
     def _expect(
         self,
         request: Request,
-        command: RegisterForPush | RegisterForPushByAddress,
+        command: RegisterForPush,
         shared: SharedTicketKey | None,
     ) -> LoadPlan:
         """Register and offer the whole prompt to the engine. `shared` identifies the prefill leg
@@ -342,7 +342,7 @@ class PushMode:
         # With local attention or states the offer must leave out the last token, which the engine
         # computes itself: see `NixlConnectorScheduler._usable`.
         num_tokens = request.num_prompt_tokens - self._cache.leaves_last_token
-        if command.tokens.num_tokens == 0 or self._producer_frees_last_window(num_tokens):
+        if command.push_info.tokens.num_tokens == 0 or self._producer_frees_last_window(num_tokens):
             # This engine computes the prompt; the registration and `SkipLoad` let the prefill side
             # free the blocks.
             return LoadPlan((command, SkipLoad(RequestId(request.request_id))))

@@ -63,9 +63,9 @@ from kvferry.types import Address, EngineId, RequestId
 from kvferry.worker.commands import (
     AbandonLease,
     EvictTurn,
+    GrantLease,
     PrepareLoad,
     ReleaseTicket,
-    RetainTurn,
     RevokeLease,
 )
 from kvferry.worker.side_channel import EndedTurn, SideChannel
@@ -330,7 +330,7 @@ class NixlConnectorScheduler(SchedulerSide):
         serial = self._context.issuer.next_serial()
         copied = self._context.issuer.blocks_to_copy(blocks)
         self._context.commands.append(
-            RetainTurn(RequestId(request.request_id), serial, lease_ttl_s, copied)
+            GrantLease(RequestId(request.request_id), serial, copied, lease_ttl_s)
         )
         ticket = self._context.issuer.ticket(request, serial, blocks, tokens)
         params = self._context.mode.ticket_params(ticket) | {

@@ -22,7 +22,6 @@ and takes actions and events.
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 from kvferry.events import TransferFailed
 from kvferry.protocol.consumer.context import ConsumerContext, ConsumerSettings, ProducerClient
@@ -47,7 +46,6 @@ from kvferry.protocol.consumer.states import (
 from kvferry.protocol.consumer.transfer import (
     Destination,
     Origin,
-    PushInfo,
     ReaderStatus,
     Transfer,
     reader_name,
@@ -70,7 +68,7 @@ from kvferry.protocol.messages import (
 from kvferry.protocol.outbox import Outbox
 from kvferry.protocol.peers import LostPeer, PeerTable, PeerUser
 from kvferry.protocol.tickets import Ticket
-from kvferry.types import Address, EngineIncarnation, Epoch, PeerId, RequestId
+from kvferry.types import BlockIds, EngineIncarnation, Epoch, PeerId, RequestId
 
 _E = TransferEvent
 # In CONFIRMING, `Confirmed` or `Refused` is in flight and is the more precise answer. In the other
@@ -117,34 +115,13 @@ class Consumer:
 
     # -- commands from the engine --
 
-    def track(self, request: RequestId, ticket: Ticket, ticket_text: str, now: float) -> None:
-        """Attach a request that arrived with a valid ticket and keep its lease alive from now on.
-        A request that is tracked already is ignored, here and in `expect`.
+    def track(self, request: RequestId, origin: Origin, now: float) -> None:
+        """Attach a request that arrived with a valid ticket and keep its lease alive from now on;
+        or register a push request, whose KV the producer is about to compute.
+
+        A request that is tracked already is ignored. For an optional request, `ReservationGranted`
+        or `ReservationRefused` follows before the engine allocates blocks.
         """
-        self._begin(request, Origin.of(ticket, ticket_text), now)
-
-    def track_optional(
-        self, request: RequestId, ticket: Ticket, ticket_text: str, now: float
-    ) -> None:
-        """Track a request that can also be computed locally if the KV is not available.
-
-        `ReservationGranted` or `ReservationRefused` follows before the engine allocates blocks.
-        """
-        self._begin(request, replace(Origin.of(ticket, ticket_text), is_optional=True), now)
-
-    def expect(
-        self,
-        request: RequestId,
-        incarnation: EngineIncarnation,
-        address: Address,
-        tp_size: int,
-        push_info: PushInfo,
-        now: float,
-    ) -> None:
-        """Register a push request whose KV the producer at `address` is about to compute."""
-        self._begin(request, Origin(incarnation, address, tp_size, push_info=push_info), now)
-
-    def _begin(self, request: RequestId, origin: Origin, now: float) -> None:
         if self._transfers.get(request) is not None:
             return
         origin.incarnation = self._peers.resolve_incarnation(origin.incarnation, origin.address)
@@ -166,7 +143,7 @@ class Consumer:
     def start(
         self,
         request: RequestId,
-        blocks: Sequence[Sequence[int]],
+        blocks: BlockIds,
         tokens: range,
         now: float,
         needed_from: Sequence[int] = (),

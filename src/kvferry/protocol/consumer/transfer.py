@@ -19,7 +19,7 @@ from kvferry.protocol.heartbeats import Deadlines
 from kvferry.protocol.messages import MAX_NAME_CHARS
 from kvferry.protocol.planning.plan import BlockPermutation
 from kvferry.protocol.tickets import HOLE, Ticket
-from kvferry.types import Address, EngineId, EngineIncarnation, RequestId
+from kvferry.types import Address, BlockIds, EngineId, EngineIncarnation, RequestId
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class WriteGrant:
 class Destination:
     """The blocks that a transfer fills, and the deadline and write grant of those blocks."""
 
-    blocks: Sequence[Sequence[int]] = ()
+    blocks: BlockIds = ()
     """Block table of each group, starting at token 0."""
     tokens: range = range(0)
     """Token positions whose KV the transfer fetches."""
@@ -66,7 +66,7 @@ class Destination:
     the writes fail, the consumer reads.
     """
 
-    def filled_blocks(self, block_size: int) -> tuple[tuple[int, ...], ...]:
+    def filled_blocks(self, block_size: int) -> BlockIds:
         """Return, by group, the blocks that hold any of the tokens."""
         first, end = self.tokens.start // block_size, -(-self.tokens.stop // block_size)
         return tuple(
@@ -171,13 +171,14 @@ class Origin:
     """
 
     @classmethod
-    def of(cls, ticket: Ticket, text: str) -> "Origin":
+    def of(cls, ticket: Ticket, text: str, *, is_optional: bool = False) -> "Origin":
         return cls(
-            EngineIncarnation(ticket.engine_id, ticket.epoch_id),
+            ticket.incarnation,
             ticket.address,
             ticket.tp_size,
             ticket,
             text,
+            is_optional=is_optional,
         )
 
     @property
@@ -261,10 +262,7 @@ class Transfer:
 
         Acceptable are the first ticket after the last withdrawal, and later offers of that ticket.
         """
-        if (
-            self.origin.push_info is None
-            or EngineIncarnation(ticket.engine_id, ticket.epoch_id) != self.incarnation
-        ):
+        if self.origin.push_info is None or ticket.incarnation != self.incarnation:
             return False
         match self.reader_status:
             case ReaderStatus.REGISTERED:

@@ -27,7 +27,7 @@ from kvferry.protocol.planning.axes import (
 from kvferry.protocol.planning.geometry import Geometry
 from kvferry.protocol.planning.heads import heads_of, heads_to_read
 from kvferry.protocol.tickets import HOLE
-from kvferry.types import Axis, AxisKind, MemoryKind, Region
+from kvferry.types import Axis, AxisKind, BlockIds, MemoryKind, Region
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,8 +137,8 @@ class _Chunks:
 def plan_read(
     local: Geometry,
     remote: Geometry,
-    local_blocks: Sequence[Sequence[int]],
-    remote_blocks: Sequence[Sequence[int]],
+    local_blocks: BlockIds,
+    remote_blocks: BlockIds,
     tokens: range,
     needed_from: Sequence[int] = (),
 ) -> list[Segments]:
@@ -191,7 +191,7 @@ def check_state_boundary(geometry: Geometry, ticket_tokens: int, end: int) -> No
 def plan_permutations(
     local: Geometry,
     remotes: Sequence[Geometry],
-    local_blocks: Sequence[Sequence[int]],
+    local_blocks: BlockIds,
     tokens: range,
 ) -> list[BlockPermutation]:
     """Return the permutations of the blocks that `plan_read` reads in the producer's order.
@@ -284,8 +284,8 @@ def _chunks(
     local: Geometry,
     remote: Geometry,
     group: int,
-    local_blocks: Sequence[Sequence[int]],
-    remote_blocks: Sequence[Sequence[int]],
+    local_blocks: BlockIds,
+    remote_blocks: BlockIds,
     tokens: range,
     needed_from: int,
 ) -> list[_Chunks]:
@@ -325,8 +325,8 @@ def _state_chunk(
     local: Geometry,
     remote: Geometry,
     group: int,
-    local_blocks: Sequence[Sequence[int]],
-    remote_blocks: Sequence[Sequence[int]],
+    local_blocks: BlockIds,
+    remote_blocks: BlockIds,
     tokens: range,
 ) -> list[_Chunks]:
     """Return the chunk with the state after the last of `tokens`; none if our block list has no
@@ -458,9 +458,7 @@ def _within(heads: range, geometry: Geometry, total_heads: int) -> range:
     return range(heads.start - first, heads.stop - first)
 
 
-def _block_slice(
-    blocks: Sequence[Sequence[int]], group: int, first: int, end: int, whose: str
-) -> Offsets:
+def _block_slice(blocks: BlockIds, group: int, first: int, end: int, whose: str) -> Offsets:
     """Return blocks `first` to `end` of a group; RemoteProtocolError if the list is too short."""
     if group >= len(blocks) or len(blocks[group]) < end:
         held = len(blocks[group]) if group < len(blocks) else 0

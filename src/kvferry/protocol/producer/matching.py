@@ -111,14 +111,12 @@ class PushTombstones:
     _declined: MatchIndex[str] = field(default_factory=MatchIndex, init=False)
     _reasons: dict[str, str] = field(default_factory=dict, init=False)
     _expiry: Deadlines[str] = field(default_factory=Deadlines, init=False)
-    _undated: dict[str, None] = field(default_factory=dict, init=False)
-    """Tombstones added without a time; their time to live starts at the next `expire`."""
 
     def __len__(self) -> int:
         return len(self._over) + len(self._declined)
 
-    def add_ended(self, name: MatchKey, reason: str, now: float | None = None) -> None:
-        """Record why a prefill ended; without `now`, the TTL starts at the next `expire`."""
+    def add_ended(self, name: MatchKey, reason: str, now: float) -> None:
+        """Record why a prefill ended."""
         if not name.match_id:
             return
         key = f"over {name.request}"
@@ -147,20 +145,14 @@ class PushTombstones:
         return bool(self._declined.find_exactly(name))
 
     def expire(self, now: float) -> None:
-        for key in self._undated:
-            self._expiry.set(key, now + self.lease_ttl_s)
-        self._undated.clear()
         for key in self._expiry.take_due(now):
             self._forget(key)
 
     def next_deadline(self) -> float | None:
         return self._expiry.next()
 
-    def _keep(self, key: str, match_index: MatchIndex[str], now: float | None) -> None:
-        if now is None:
-            self._undated[key] = None
-        else:
-            self._expiry.set(key, now + self.lease_ttl_s)
+    def _keep(self, key: str, match_index: MatchIndex[str], now: float) -> None:
+        self._expiry.set(key, now + self.lease_ttl_s)
         if len(match_index) > MAX_TOMBSTONES:
             self._forget(match_index.oldest)
 
@@ -169,7 +161,6 @@ class PushTombstones:
         self._declined.drop(key)
         self._reasons.pop(key, None)
         self._expiry.drop(key)
-        self._undated.pop(key, None)
 
 
 def _declined_key(registration_key: TombstoneKey) -> str:

@@ -211,7 +211,7 @@ class PushMatcher:
             self.results.append(MatcherReply(waiting.route, PushWithdrawal(reader, serial)))
             self._wait(reader, waiting, now)
 
-    def end(self, request: RequestId, reason: str) -> list[str]:
+    def end(self, request: RequestId, reason: str, now: float) -> list[str]:
         """Remove a prefill whose lease has ended; later registrations are refused with the reason.
 
         Returns the readers with an offer of the prefill.
@@ -220,7 +220,7 @@ class PushMatcher:
         prefill = self._forget(request)
         if prefill is None:
             return []
-        self._tombstones.add_ended(prefill.name, reason)
+        self._tombstones.add_ended(prefill.name, reason, now)
         return list(prefill.offered_readers)
 
     def _forget(self, request: RequestId) -> _Prefill | None:
