@@ -48,9 +48,8 @@ class TransferFailed:
 
 @dataclass(frozen=True, slots=True)
 class TransferAbandoned:
-    """A transfer has failed, but a transport may still write into its blocks.
-
-    `TransferFailed` follows when nothing can write any more.
+    """A transfer has failed, but a transport may still write into its blocks; `TransferFailed`
+    follows when nothing can write any more.
     """
 
     request: RequestId
@@ -83,9 +82,8 @@ class RetainedBlocksFetched:
 
 @dataclass(frozen=True, slots=True)
 class EvictionDeferred:
-    """The engine wants to evict a retained turn that a reader still reads.
-
-    `LeaseEnded` follows when the reader has detached.
+    """The engine wants to evict a retained turn that a reader still reads; `LeaseEnded` follows
+    when the reader has detached.
     """
 
     request: RequestId

@@ -21,8 +21,6 @@ EngineId = NewType("EngineId", str)
 Epoch = NewType("Epoch", str)
 """Random id of one incarnation of an engine. Another epoch at the same address means a restart."""
 
-BlockId = NewType("BlockId", int)
-
 BlockIds = Sequence[Sequence[int]]
 """Block ids of each KV-cache group, from token 0."""
 
@@ -70,8 +68,7 @@ class LeaseEnd(StrEnum):
     CONFIRMED = "confirmed"
     """A reader has confirmed its read."""
     RELEASED = "released"
-    """Readers detached, or the lease was abandoned, evicted or revoked, without a confirmed read.
-    """
+    """The lease was released, abandoned, evicted or revoked without a confirmed read."""
     EXPIRED = "expired"
     """The lease ran out, or a reader that we wrote for stopped renewing its write grant."""
     LAPSED = "lapsed"
@@ -129,9 +126,7 @@ class Axis(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One registered range of KV memory: block `b` starts at `address + b * stride_bytes`. Peers
-    exchange regions in the handshake, so the names and order of the fields are those of the wire.
-    """
+    """One registered range of KV memory: block `b` starts at `address + b * stride_bytes`."""
 
     name: str
     address: int

@@ -219,9 +219,9 @@ def test_engine_ttl_bounds_how_long_an_idle_producer_is_remembered() -> None:
     reader.consumer.settle(R, now=1)
     reader.consumer.outbox.take_actions()
     reader.consumer.advance(29 - EARLIER)
-    assert reader.consumer.num_peers == 1
+    assert len(reader.consumer.peers) == 1
     reader.consumer.advance(29)
-    assert reader.consumer.num_peers == 0
+    assert len(reader.consumer.peers) == 0
     assert ClosePeer(P, CONTROL) in reader.consumer.outbox.take_actions()
 
 
@@ -229,7 +229,7 @@ def test_an_engine_ttl_of_zero_forgets_nobody() -> None:
     reader = Reader(engine_ttl=0).track().shake_hands()
     reader.consumer.settle(R, now=1)
     reader.consumer.advance(10**9)
-    assert reader.consumer.num_peers == 1
+    assert len(reader.consumer.peers) == 1
 
 
 def producer() -> Producer:

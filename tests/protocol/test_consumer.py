@@ -485,10 +485,10 @@ def test_idle_peers_are_forgotten() -> None:
     consumer.track(R1, Origin.of(ticket(), "T1"), now=0)
     connect(consumer)
     consumer.advance(now=4)
-    assert consumer.num_peers == 1
+    assert len(consumer.peers) == 1
     consumer.settle(R1, now=4)
     consumer.advance(now=11)
-    assert consumer.num_peers == 0
+    assert len(consumer.peers) == 0
     assert of(consumer.outbox.take_actions(), ClosePeer) == [ClosePeer(PEER, CONTROL)]
 
 
@@ -627,7 +627,7 @@ class ConsumerMachine(RuleBasedStateMachine):
         self.consumer.advance(self.now)
         self.now += 1000
         self.consumer.advance(self.now)
-        assert self.consumer.num_peers == 0
+        assert len(self.consumer.peers) == 0
         assert self.consumer.next_deadline() is None
 
 

@@ -402,7 +402,7 @@ class RanksMachine(RuleBasedStateMachine):
         for _ in range(2):
             self.now += 1000
             self.consumer.advance(self.now)
-        assert self.consumer.num_peers == 0
+        assert len(self.consumer.peers) == 0
         assert self.consumer.next_deadline() is None
 
 

@@ -76,7 +76,7 @@ class Side:
         return self
 
     def offer(self, ready: int, is_over: bool = False, serial: int = 1, now: float = 1) -> "Side":
-        self.writers.offer(READER, A, ticket(serial), ready, is_over, now)
+        self.writers.offer(READER, ticket(serial), ready, is_over, now)
         return self
 
     def started(self) -> StartWrite:

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from kvferry.types import RequestId
 
-K = TypeVar("K", bound=str | int)
+K = TypeVar("K", bound=str | int | tuple[str, str])
 _MAX_STALE = 64
 """Up to this many stale entries of a heap are handled one by one; beyond that it is rebuilt."""
 

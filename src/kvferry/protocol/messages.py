@@ -374,7 +374,9 @@ class TransportOffer:
 
 
 class RankLayout(msgspec.Struct, frozen=True):
-    """The memory layout of one worker's cache, and how to reach the worker."""
+    """The memory layout of one worker's cache, and how to reach the worker. The fields of a region
+    and of an offer cross the wire under their own names.
+    """
 
     tp_rank: int
     tp_size: int

@@ -153,7 +153,7 @@ class TransferWorker:
             leases=producer.num_leases,
             transfers=consumer.num_transfers,
             reads=self._effects.num_moves,
-            peers=consumer.num_peers,
+            peers=len(consumer.peers),
             registrations=producer.num_registrations,
             writes=len(producer.writers) + producer.writers.num_posted,
         )

@@ -273,18 +273,16 @@ def _finish(context: ConsumerContext, transfer: Transfer, now: float) -> None:
                 transfer.request, len(transfer.to.tokens), transfer.arrival.landed_bytes
             )
         )
-    times = context.timings.stop(transfer.request)
-    context.outbox.report(TransferFinished(transfer.request, times))
+    context.outbox.report(TransferFinished(transfer.request, transfer.times))
 
 
 def _give_up(context: ConsumerContext, transfer: Transfer, now: float) -> None:
     """Detach a transfer that has failed or is not needed; report a failure if it had blocks."""
     context.transfers.remove(transfer)
-    times = context.timings.stop(transfer.request)
     context.client.send_detach(transfer)
     if transfer.has_blocks:
         reason = transfer.reason or "the request was aborted"
-        context.outbox.report(TransferFailed(transfer.request, reason, times))
+        context.outbox.report(TransferFailed(transfer.request, reason, transfer.times))
     if transfer.read_error:
         _drop_unreadable_peer(context, transfer.incarnation, transfer.read_error, now)
 

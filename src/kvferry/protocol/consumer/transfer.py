@@ -6,20 +6,21 @@ which names the producer that will issue a ticket once KV is ready. Pure: the ca
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from hashlib import blake2b
 
-from kvferry.protocol.consumer.states import (
-    BEFORE_READING,
-    TransferState,
-)
+from kvferry.events import TransferTimes
+from kvferry.protocol.consumer.states import BEFORE_READING, TransferEvent, TransferState
 from kvferry.protocol.fingerprints import Fingerprint, shared_prefix
 from kvferry.protocol.heartbeats import Deadlines
 from kvferry.protocol.messages import MAX_NAME_CHARS
 from kvferry.protocol.planning.plan import BlockPermutation
 from kvferry.protocol.tickets import HOLE, Ticket
 from kvferry.types import Address, BlockIds, EngineId, EngineIncarnation, RequestId
+
+_BEGAN = (TransferState.MOVING, TransferState.FILLING)
+_MOVED = (TransferState.CONFIRMING, TransferState.AWAITING_REVOKED)
 
 
 @dataclass(slots=True)
@@ -215,6 +216,8 @@ class Transfer:
     request: RequestId
     reader: str
     origin: Origin
+    times: TransferTimes
+    """When the transfer reached each stage, for metrics and logs. Affects no decision."""
     state: TransferState = TransferState.TRACKED
     reader_status: ReaderStatus = ReaderStatus.UNKNOWN
     announced_at: float = 0.0
@@ -256,6 +259,25 @@ class Transfer:
     @property
     def has_blocks(self) -> bool:
         return len(self.to.blocks) > 0
+
+    def note_time(self, event: TransferEvent, now: float) -> None:
+        """Record the time of `event`, which put the transfer into its state.
+
+        After a withdrawal a stage happens again. Then the last time counts, except for `began_at`
+        and `allocated_at`, which keep the first.
+        """
+        times = self.times
+        if event is TransferEvent.PEER_READY:
+            times = replace(times, attached_at=now)
+        elif event is TransferEvent.BLOCKS_ALLOCATED and times.allocated_at is None:
+            times = replace(times, allocated_at=now)
+        if self.state in _BEGAN and times.began_at is None:
+            times = replace(times, began_at=now)
+        elif self.state in _MOVED and event is TransferEvent.BYTES_MOVED:
+            times = replace(times, moved_at=now)
+        elif self.state is TransferState.PLACING:
+            times = replace(times, confirmed_at=now)
+        self.times = times
 
     def expects(self, ticket: Ticket) -> bool:
         """Return whether an offer of this ticket is acceptable.

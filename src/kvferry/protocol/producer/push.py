@@ -223,9 +223,8 @@ class PushCoordinator:
                     request, reader, now, "", self.writers.sibling_ranks_of(reader)
                 ):
                     is_over = not self.leases.is_open(request)
-                    self.writers.offer(
-                        reader, request, self.keys[0].open(ticket), ready_tokens, is_over, now
-                    )
+                    opened = self.keys[0].open(ticket)
+                    self.writers.offer(reader, opened, ready_tokens, is_over, now)
                 else:
                     self.writers.drop(reader)
                     self.outbox.reply(

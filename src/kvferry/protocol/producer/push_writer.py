@@ -59,7 +59,6 @@ class Landed(NamedTuple):
 class _Progress:
     """Progress, in tokens, of writing one prefill into the blocks of one reader."""
 
-    request: RequestId
     ticket: Ticket
     ready: int
     """Number of tokens that the prefill has computed and published."""
@@ -104,52 +103,6 @@ class _Posted(NamedTuple):
     num_bytes: int
 
 
-@dataclass(slots=True)
-class _PostedWrites:
-    """Writes in flight, including writes for readers that we no longer write for."""
-
-    timeout_s: float
-    writes: dict[int, _Posted] = field(default_factory=dict, init=False)
-    _last: int = field(default=0, init=False)
-    _overdue: Deadlines[int] = field(default_factory=Deadlines, init=False)
-    _stopping: dict[tuple[str, int], Route | None] = field(default_factory=dict, init=False)
-    """Dropped readers with a write in flight, by reader and grant id. The value is the route for
-    `Revoked`, or None while the consumer has not asked.
-    """
-
-    def begin(self, posted: _Posted, now: float) -> int:
-        self._last += 1
-        self.writes[self._last] = posted
-        self._overdue.set(self._last, now + self.timeout_s)
-        posted.writing.posted = self._last
-        return self._last
-
-    def end(self, write: int) -> _Posted:
-        posted = self.writes.pop(write)
-        self._overdue.drop(write)
-        posted.writing.posted = 0
-        return posted
-
-    def give_up(self, writing: _Writing) -> None:
-        self._stopping[writing.reader, writing.lease.grant_id] = None
-
-    def notify_when_ended(self, reader: str, grant_id: int, route: Route) -> bool:
-        """Send `Revoked` to `route` when the write ends; False if no write is in flight."""
-        if (reader, grant_id) not in self._stopping:
-            return False
-        self._stopping[reader, grant_id] = route
-        return True
-
-    def take_revoke_route(self, writing: _Writing) -> Route | None:
-        return self._stopping.pop((writing.reader, writing.lease.grant_id), None)
-
-    def take_overdue(self, now: float) -> list[int]:
-        return self._overdue.take_due(now)
-
-    def next_deadline(self) -> float | None:
-        return self._overdue.next()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriterSettings:
     """Settings of the push writer."""
@@ -173,19 +126,23 @@ class PushWriter:
     outbox: Outbox
     _writings: dict[str, _Writing] = field(default_factory=dict, init=False)
     _by_incarnation: dict[EngineIncarnation, set[str]] = field(default_factory=dict, init=False)
-    _posted_writes: _PostedWrites = field(init=False)
+    _posted: dict[int, _Posted] = field(default_factory=dict, init=False)
+    """Writes in flight by number, including writes for readers that we no longer write for."""
+    _last_write: int = field(default=0, init=False)
+    _write_deadlines: Deadlines[int] = field(default_factory=Deadlines, init=False)
+    _stopping: dict[tuple[str, int], Route | None] = field(default_factory=dict, init=False)
+    """Dropped readers with a write in flight, by reader and grant id. The value is the route for
+    `Revoked`, or None while the consumer has not asked.
+    """
     _landed: dict[str, None] = field(default_factory=dict, init=False)
     _renewals: Deadlines[str] = field(default_factory=Deadlines, init=False)
-
-    def __post_init__(self) -> None:
-        self._posted_writes = _PostedWrites(self.settings.write_timeout_s)
 
     def __len__(self) -> int:
         return len(self._writings)
 
     @property
     def num_posted(self) -> int:
-        return len(self._posted_writes.writes)
+        return len(self._posted)
 
     # -- registrations --
 
@@ -271,15 +228,18 @@ class PushWriter:
         known = [self._writings[reader] for reader in readers if reader in self._writings]
         for writing in known:
             self._renewals.set(writing.reader, now + writing.lease_ttl_s)
-        return [writing.progress.request for writing in known if writing.progress is not None]
+        return [writing.progress.ticket.lease for writing in known if writing.progress is not None]
 
     def revoke(self, route: Route, message: Revoke) -> None:
         """Stop writing under a grant; answer `Revoked` now, or when the write in flight ends."""
         writing = self._writings.get(message.reader)
         if writing is not None and writing.lease.grant_id == message.grant_id:
             self.drop(message.reader)
-        if not self._posted_writes.notify_when_ended(message.reader, message.grant_id, route):
-            self.outbox.reply(route, Revoked(message.reader, message.grant_id))
+        key = message.reader, message.grant_id
+        if key in self._stopping:
+            self._stopping[key] = route
+        else:
+            self.outbox.reply(route, Revoked(*key))
 
     def drop(self, reader: str) -> None:
         """Stop writing for a reader; an unknown reader is ignored."""
@@ -293,20 +253,18 @@ class PushWriter:
         self._renewals.drop(reader)
         self._landed.pop(reader, None)
         if writing.posted:
-            self._posted_writes.give_up(writing)
+            self._stopping[reader, writing.lease.grant_id] = None
             self.outbox.perform(StopWrite(writing.posted))
 
     # -- prefills --
 
-    def offer(
-        self, reader: str, request: RequestId, ticket: Ticket, ready: int, is_over: bool, now: float
-    ) -> None:
+    def offer(self, reader: str, ticket: Ticket, ready: int, is_over: bool, now: float) -> None:
         """Write the `ready` tokens of a prefill; `is_over` says that the prefill has ended."""
         writing = self._writings[reader]
         progress = writing.progress
         if progress is None or progress.ticket.serial != ticket.serial:
             start = writing.lease.first_token
-            progress = writing.progress = _Progress(request, ticket, ready, start, start)
+            progress = writing.progress = _Progress(ticket, ready, start, start)
         progress.ticket, progress.ready = ticket, ready
         if is_over and progress.at_end is None:
             progress.at_end = writing.lease.end_token - progress.landed_until, progress.landed_bytes
@@ -339,11 +297,13 @@ class PushWriter:
 
     def write_ended(self, write: int, error: str | None, now: float) -> None:
         """Handle the end of a write; the write no longer touches our memory or the peer's."""
-        posted = self._posted_writes.end(write)
+        posted = self._posted.pop(write)
+        self._write_deadlines.drop(write)
         writing, progress = posted.writing, posted.progress
+        writing.posted = 0
         key = writing.reader, writing.lease.grant_id
         if self._writings.get(writing.reader) is not writing:
-            route = self._posted_writes.take_revoke_route(writing)
+            route = self._stopping.pop(key, None)
             if route is not None:
                 self.outbox.reply(route, Revoked(*key))
         elif error is not None:
@@ -360,7 +320,7 @@ class PushWriter:
 
         Returns the dropped readers.
         """
-        for write in self._posted_writes.take_overdue(now):
+        for write in self._write_deadlines.take_due(now):
             self.outbox.perform(StopWrite(write))
         silent = self._renewals.take_due(now)
         for reader in silent:
@@ -375,7 +335,7 @@ class PushWriter:
         landed = [self._writings[reader] for reader in self._landed]
         self._landed.clear()
         return [
-            Landed(each.progress.request, each.reader)
+            Landed(each.progress.ticket.lease, each.reader)
             for each in landed
             if each.progress is not None
         ]
@@ -409,7 +369,7 @@ class PushWriter:
             self.drop(reader)
 
     def next_deadline(self) -> float | None:
-        return earliest(self._renewals.next(), self._posted_writes.next_deadline())
+        return earliest(self._renewals.next(), self._write_deadlines.next())
 
     # -- internals --
 
@@ -432,16 +392,16 @@ class PushWriter:
         if not tokens:
             return
         progress.posted_until = tokens.stop
-        write = self._posted_writes.begin(
-            _Posted(writing, progress, tokens.stop, sum(part.total_bytes for part in segments)), now
+        self._last_write += 1
+        writing.posted = write = self._last_write
+        self._posted[write] = _Posted(
+            writing, progress, tokens.stop, sum(part.total_bytes for part in segments)
         )
-        target = PeerId(
-            writing.incarnation.engine, writing.incarnation.epoch, writing.lease.tp_rank
-        )
+        self._write_deadlines.set(write, now + self.settings.write_timeout_s)
+        lease = writing.lease
+        target = PeerId(writing.incarnation.engine, writing.incarnation.epoch, lease.tp_rank)
         self.outbox.perform(
-            StartWrite(
-                write, target, writing.lease.transport, tuple(segments), writing.lease.grant_id
-            )
+            StartWrite(write, target, lease.transport, tuple(segments), lease.grant_id)
         )
 
     def _plan(
