@@ -7,7 +7,7 @@ import sys
 from types import FunctionType, ModuleType
 
 import pytest
-from tests.protocol.caches import no_writers, take_replies
+from tests.protocol.caches import no_writers, producer_settings, take_replies
 from tests.protocol.test_consumer import CONTROL, connect, make_consumer, sent
 from tests.protocol.test_consumer_push import OWN
 from tests.sampling import exhaustive
@@ -24,7 +24,6 @@ from kvferry.protocol.messages import (
     PushRegistration,
 )
 from kvferry.protocol.producer.producer import Producer
-from kvferry.protocol.producer.push import ProducerSettings
 from kvferry.protocol.tickets import PushTicket, PushTicketKey, Ticket, TicketKey
 from kvferry.types import Address, EngineId, EngineIncarnation, Epoch, PeerId, RequestId, Route
 
@@ -99,13 +98,7 @@ def test_a_producer_remembers_no_more_of_the_last_registrations_than_of_the_firs
     count: int,
 ) -> None:
     producer = Producer(
-        ProducerSettings(
-            engine=EngineId("p"),
-            epoch=Epoch("e1"),
-            lease_ttl_s=30,
-            lease_extension_s=20,
-            grant_wait_s=5,
-        ),
+        producer_settings(),
         KEY,
         PUSH_KEY,
         no_writers(),

@@ -5,7 +5,7 @@ and never confirms a read of blocks it has freed.
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from tests.protocol.caches import no_writers, take_ended, take_replies
+from tests.protocol.caches import no_writers, producer_settings, take_ended, take_replies
 
 from kvferry.protocol.actions import Reply
 from kvferry.protocol.fingerprints import fingerprint
@@ -20,9 +20,8 @@ from kvferry.protocol.messages import (
     Refused,
 )
 from kvferry.protocol.producer.producer import Producer
-from kvferry.protocol.producer.push import ProducerSettings
 from kvferry.protocol.tickets import PushTicketKey, Ticket, TicketKey
-from kvferry.types import EngineId, Epoch, LeaseEnd, RequestId, Route
+from kvferry.types import LeaseEnd, RequestId, Route
 
 KEY = TicketKey(b"secret")
 D = Route(b"d")
@@ -30,13 +29,7 @@ A = RequestId("a")
 
 
 def make_producer() -> Producer:
-    settings = ProducerSettings(
-        engine=EngineId("p"),
-        epoch=Epoch("e1"),
-        lease_ttl_s=30,
-        lease_extension_s=20,
-        grant_wait_s=5,
-    )
+    settings = producer_settings()
     return Producer(settings, KEY, PushTicketKey(b"secret"), no_writers())
 
 
@@ -375,13 +368,10 @@ def test_a_read_is_likely_after_its_reader_came_or_said_so_but_not_after_beats_o
 ):
     producer = make_producer()
     producer.grant(A, 1, now=0)
-    assert not producer.is_reading_likely(now=0)
+    assert producer.serving_interval_s(now=0) is None
     producer.receive(D, Attach(ticket(), "d/1"), now=1)
-    assert producer.is_read_beginning(now=1.01)
-    assert not producer.is_read_beginning(now=1.5)
-    assert producer.is_reading_likely(now=1.5)
-    assert not producer.is_reading_likely(now=2)
+    assert [producer.serving_interval_s(now) for now in (1.01, 1.5, 2)] == [0.001, 0.01, None]
     producer.receive(D, Heartbeat("e1", 1, ["a"]), now=5)
-    assert not producer.is_reading_likely(now=5)
+    assert producer.serving_interval_s(now=5) is None
     producer.receive(D, Heartbeat("e1", READ_BEGINS, ["a"]), now=6)
-    assert producer.is_reading_likely(now=6)
+    assert producer.serving_interval_s(now=6) == 0.001

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import pytest
 from tests.protocol import test_consumer_ranks as ranks
-from tests.protocol.caches import no_writers, take_ended, take_replies
+from tests.protocol.caches import no_writers, producer_settings, take_ended, take_replies
 from tests.protocol.test_consumer import R1, SIDE, sent
 from tests.protocol.test_consumer_push import OWN, READER
 from tests.protocol.test_producer_push import KEY, PUSH_KEY, push_ticket
@@ -35,7 +35,6 @@ from kvferry.protocol.messages import (
     encode_layout,
 )
 from kvferry.protocol.producer.producer import Producer
-from kvferry.protocol.producer.push import ProducerSettings
 from kvferry.protocol.tickets import HOLE, Ticket
 from kvferry.types import Address, EngineId, EngineIncarnation, Epoch, PeerId, RequestId, Route
 
@@ -70,13 +69,7 @@ class ProducerLife:
     serial: int = 0
 
     def __post_init__(self) -> None:
-        settings = ProducerSettings(
-            engine=EngineId("p"),
-            epoch=Epoch("e1"),
-            lease_ttl_s=30,
-            lease_extension_s=20,
-            grant_wait_s=5,
-        )
+        settings = producer_settings()
         self.producer = Producer(
             replace(settings, peer_addresses=frozenset() if self.is_honest else frozenset({"h:1"})),
             KEY,

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.protocol.caches import take_actions, take_replies
+from tests.protocol.caches import producer_settings, take_actions, take_replies
 from tests.protocol.test_consumer import PEER, SIDE, connect, make_consumer
 
 from kvferry.protocol.actions import StartWrite, StopWrite
@@ -25,7 +25,7 @@ from kvferry.protocol.messages import (
     Written,
 )
 from kvferry.protocol.outbox import Outbox
-from kvferry.protocol.producer.push_writer import Landed, PushWriter, WriterSettings
+from kvferry.protocol.producer.push_writer import Landed, PushWriter
 from kvferry.protocol.tickets import Ticket
 from kvferry.types import EngineId, Region, RequestId, Route
 
@@ -60,7 +60,7 @@ class Side:
     def __init__(self, group: int = 0) -> None:
         self.consumer: Consumer = make_consumer(group=group)
         self.writers = PushWriter(
-            WriterSettings(engine=EngineId("us"), write_timeout_s=20, max_lease_ttl_s=120),
+            producer_settings(engine=EngineId("us"), write_timeout_s=20),
             self.consumer.peers,
             Outbox(),
         )

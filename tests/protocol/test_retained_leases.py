@@ -3,7 +3,7 @@ engine that owns the blocks needs them.
 """
 
 import pytest
-from tests.protocol.caches import no_writers, take_copies, take_replies
+from tests.protocol.caches import no_writers, producer_settings, take_copies, take_replies
 from tests.protocol.test_producer import KEY, A, D, ended, make_producer, ticket
 
 from kvferry.events import EvictionDeferred, LeaseEnded
@@ -11,9 +11,8 @@ from kvferry.protocol.actions import CopyToHostBuffer, Reply
 from kvferry.protocol.messages import Attach, Confirm, Confirmed, Detach, Heartbeat, Ready, Refused
 from kvferry.protocol.producer.leases import LeaseTable
 from kvferry.protocol.producer.producer import Producer
-from kvferry.protocol.producer.push import ProducerSettings
 from kvferry.protocol.tickets import PushTicketKey
-from kvferry.types import EngineId, Epoch, LeaseEnd, RequestId
+from kvferry.types import LeaseEnd, RequestId
 
 
 def make_table() -> LeaseTable:
@@ -126,14 +125,7 @@ def test_who_comes_too_late_is_refused() -> None:
 
 @pytest.mark.parametrize("error", [None, "no memory"])
 def test_a_staged_producer_says_so_when_its_copy_is_there(error: str | None) -> None:
-    settings = ProducerSettings(
-        engine=EngineId("p"),
-        epoch=Epoch("e1"),
-        lease_ttl_s=30,
-        lease_extension_s=20,
-        grant_wait_s=5,
-        uses_host_buffer=True,
-    )
+    settings = producer_settings(uses_host_buffer=True)
     producer = Producer(settings, KEY, PushTicketKey(b"secret"), no_writers())
     producer.grant(A, 1, now=0, lease_ttl_s=480, blocks=((3,),))
     [copy] = take_copies(producer.outbox)

@@ -20,7 +20,7 @@ from kvferry.protocol.planning.geometry import (
     geometry_from_layout,
 )
 from kvferry.protocol.planning.heads import heads_of, rank_mappings
-from kvferry.protocol.planning.plan import check_state_boundary, plan_permutations, plan_read
+from kvferry.protocol.planning.plan import check_prefill, plan_permutations, plan_read
 from kvferry.protocol.tickets import HOLE
 from kvferry.types import AxisKind, KVLayout, Region
 
@@ -179,11 +179,11 @@ def test_a_state_that_the_producer_does_not_hold_is_refused(theirs: list[int]) -
 
 def test_states_after_another_number_of_tokens_are_refused() -> None:
     geometry = Side(0, 1, 4, 1).geometry
-    check_state_boundary(geometry, 8, 8)
+    check_prefill(geometry, 8, 8, 8)
     with pytest.raises(RemoteProtocolError, match="after 9 tokens, but the states after 8 tokens"):
-        check_state_boundary(geometry, 9, 8)
+        check_prefill(geometry, 9, 8, 8)
     without = replace(geometry, regions=geometry.regions[:1])
-    check_state_boundary(without, 9, 8)
+    check_prefill(without, 9, 8, 8)
 
 
 def altered(geometry: Geometry, **changes: Any) -> Geometry:

@@ -18,7 +18,7 @@ from kvferry.protocol.peers import PeerSettings
 from kvferry.protocol.planning.axes import dense_axes
 from kvferry.protocol.planning.geometry import Geometry
 from kvferry.protocol.planning.heads import heads_of
-from kvferry.protocol.producer.push import ProducerSettings
+from kvferry.protocol.producer.push_writer import ProducerSettings
 from kvferry.protocol.tickets import Ticket, TicketKey, runs_from_blocks
 from kvferry.testing.local import ManualClock
 from kvferry.transports.base import ControlTransport, DataTransport, Received

@@ -264,9 +264,8 @@ def _parts_of(role: KVRole) -> tuple[KVRole, ...]:
 
 
 def _child(index: int, child: object) -> KVTransferConfig:
-    with _prefixed(f"connectors[{index}]"):
-        if not isinstance(child, Mapping):
-            raise ConfigError(f" must be an object, got {shown(child)}")
+    if not isinstance(child, Mapping):
+        raise ConfigError(f"connectors[{index}] must be an object, got {shown(child)}")
     with _prefixed(f"connectors[{index}]."):
         if "engine_id" in child:
             raise ConfigError(

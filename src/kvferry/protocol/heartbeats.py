@@ -5,9 +5,9 @@ decides which peer is due a heartbeat, for which leases, and which peers have st
 Pure: the caller passes `now` (local monotonic seconds).
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush, heapreplace
+from heapq import heapify, heappop, heappush
 from typing import Generic, TypeVar
 
 from kvferry.types import RequestId
@@ -26,13 +26,15 @@ def earliest(*deadlines: float | None) -> float | None:
 class Deadlines(Generic[K]):
     """One deadline per key, in a heap with lazy removal.
 
-    Each key has at least one entry at or before its deadline. A deadline that moves to a later time
-    leaves its entry in place until the entry reaches the top
-    (docs/decisions/019-many-leases.md). Entries of dropped keys stay until they reach the top, or
-    until they outnumber the live entries.
+    An entry whose deadline was moved or dropped stays in the heap until the entry reaches the top,
+    or until stale entries outnumber the live entries. `extend` does not touch the heap: the entry
+    moves when it is due (docs/decisions/019-many-leases.md).
     """
 
     _at: dict[K, float] = field(default_factory=dict, init=False)
+    """The time of each key's live entry."""
+    _extended: dict[K, float] = field(default_factory=dict, init=False)
+    """Deadlines that are later than the live entry."""
     _heap: list[tuple[float, K]] = field(default_factory=list, init=False)
 
     def __len__(self) -> int:
@@ -44,54 +46,56 @@ class Deadlines(Generic[K]):
         return len(self._heap)
 
     def get(self, key: K) -> float | None:
-        return self._at.get(key)
+        return self._extended.get(key, self._at.get(key))
 
     def set(self, key: K, at: float) -> None:
         """Set the deadline of a key; replaces an earlier deadline of the same key."""
-        before = self._at.get(key)
+        self._extended.pop(key, None)
         self._at[key] = at
-        if before is None or at < before:
-            heappush(self._heap, (at, key))
-            self._rebuild_if_stale()
+        heappush(self._heap, (at, key))
+        if len(self._heap) > 2 * len(self._at) + _MAX_STALE:
+            self._rebuild()
 
-    def extend(self, key: K, at: float) -> None:
-        """Move a deadline to `at`, if that is later. A key without deadline is ignored."""
-        if self._at.get(key, at) < at:
-            self._at[key] = at
+    def extend(self, keys: Iterable[K], until: float) -> None:
+        """Move each deadline to `until`, if that is later. Keys without deadline are ignored."""
+        entries, extended = self._at, self._extended
+        for key in keys:
+            if extended.get(key, entries.get(key, until)) < until:
+                extended[key] = until
 
     def drop(self, key: K) -> None:
         """Remove the deadline of a key. Unknown keys are ignored."""
-        if self._at.pop(key, None) is not None:
-            self._rebuild_if_stale()
+        self._at.pop(key, None)
+        self._extended.pop(key, None)
 
     def take_due(self, now: float) -> list[K]:
         """Remove and return every key whose deadline has passed, earliest first."""
-        due = []
+        due, num_extended = [], 0
         while (at := self.next()) is not None and at <= now:
             _, key = heappop(self._heap)
+            extended = self._extended.pop(key, at)
+            if extended > at:
+                self.set(key, extended)
+                num_extended += 1
+                # One heartbeat renews many leases, so if some entries are extended, most are.
+                if num_extended == _MAX_STALE:
+                    self._rebuild()
+                continue
             del self._at[key]
             due.append(key)
         return due
 
     def next(self) -> float | None:
-        """Return the earliest deadline; None if there is none."""
-        num_moved = 0
-        while self._heap and (at := self._at.get(self._heap[0][1])) != self._heap[0][0]:
-            if at is None:
-                heappop(self._heap)
-            elif num_moved < _MAX_STALE:
-                heapreplace(self._heap, (at, self._heap[0][1]))
-                num_moved += 1
-            else:
-                # One heartbeat renews many leases, so if some entries are stale, most are.
-                self._rebuild()
+        """Return the earliest deadline, or an earlier time if deadlines were extended; None if
+        there is none.
+        """
+        while self._heap and self._at.get(self._heap[0][1]) != self._heap[0][0]:
+            heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
-    def _rebuild_if_stale(self) -> None:
-        if len(self._heap) > 2 * len(self._at) + _MAX_STALE:
-            self._rebuild()
-
     def _rebuild(self) -> None:
+        self._at |= self._extended
+        self._extended.clear()
         self._heap = [(at, key) for key, at in self._at.items()]
         heapify(self._heap)
 

@@ -374,9 +374,9 @@ class TransportOffer:
 
 
 class RankLayout(msgspec.Struct, frozen=True):
-    """The memory layout of one worker's cache, and how to reach the worker. The fields of a region
-    and of an offer cross the wire under their own names.
-    """
+    """The memory layout of one worker's cache, and how to reach the worker."""
+
+    # Regions and offers cross the wire as they are, under the names of their fields.
 
     tp_rank: int
     tp_size: int

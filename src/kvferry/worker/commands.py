@@ -106,9 +106,8 @@ class GrantLease(ProducerCommand):
 
 @dataclass(frozen=True, slots=True)
 class EvictTurn(ProducerCommand):
-    """The engine needs the blocks of a retained turn.
-
-    The transfer worker reports the lease as ended when every reader has detached.
+    """The engine needs the blocks of a retained turn. The transfer worker reports the end of the
+    lease when every reader has detached.
     """
 
     request: RequestId
@@ -139,7 +138,7 @@ class CloseStream(ProducerCommand):
 
     request: RequestId
     blocks: BlockIds = ()
-    """Blocks, by group, that are not in the host buffer yet; used only with a host buffer."""
+    """Blocks that are not in the host buffer yet; used only with a host buffer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +165,7 @@ class PublishTicket(ProducerCommand):
     ticket: str
     ready_tokens: int
     blocks: BlockIds = ()
-    """Blocks, by group, of an open stream that are copied before the offer is sent.
-
-    Used only with a host buffer.
-    """
+    """Blocks of an open stream that are copied before the offer; used only with a host buffer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ from kvferry.protocol.consumer.context import ConsumerSettings
 from kvferry.protocol.messages import Factor, RankLayout, TransportOffer, encode_layout
 from kvferry.protocol.peers import PeerSettings
 from kvferry.protocol.planning.geometry import Geometry
-from kvferry.protocol.producer.push import ProducerSettings
+from kvferry.protocol.producer.push_writer import ProducerSettings
 from kvferry.transports.base import (
     BlockStore,
     CacheMemory,
@@ -376,6 +376,7 @@ def transfer_worker_settings(
         lease_ttl_s=extra.kv_lease_duration,
         lease_extension_s=extra.lease_extension_s,
         grant_wait_s=extra.grant_wait,
+        write_timeout_s=extra.read_timeout,
         leg_wait_s=extra.leg_wait,
         uses_host_buffer=uses_host_buffer,
         peer_addresses=extra.peer_addresses,

@@ -140,12 +140,7 @@ class Consumer:
         now: float,
         needed_from: Sequence[int] = (),
     ) -> None:
-        """Fill the engine's newly allocated blocks with the KV of the token positions `tokens`.
-
-        `blocks` holds the block table of each group, starting at token 0. `needed_from` holds the
-        first token of each group that attention will read; an empty sequence means token 0 for
-        every group.
-        """
+        """Fill the engine's newly allocated blocks; see `Destination` for the arguments."""
         transfer = self._transfers.get(request)
         if transfer is None:
             self.outbox.report(

@@ -159,30 +159,19 @@ def plan_read(
     """
     if not tokens:
         return []
-    chunks = {
-        group: _state_chunk(local, remote, group, local_blocks, remote_blocks, tokens)
-        if is_state
-        else _chunks(
-            local,
-            remote,
-            group,
-            local_blocks,
-            remote_blocks,
-            tokens,
-            needed_from[group] if needed_from else 0,
+    chunks = {}
+    for group, is_state in {region.group: region.is_state for region in local.regions}.items():
+        blocks, start = (local_blocks, remote_blocks), needed_from[group] if needed_from else 0
+        chunks[group] = (
+            _state_chunk(local, remote, group, *blocks, tokens)
+            if is_state
+            else _chunks(local, remote, group, *blocks, tokens, start)
         )
-        for group, is_state in {region.group: region.is_state for region in local.regions}.items()
-    }
     known: _KnownOffsets = {}
     segments = []
     for overlap in _overlaps(local.regions, remote.regions):
-        heads = heads_to_read(
-            local.tp_rank,
-            local.tp_size,
-            remote.tp_rank,
-            remote.tp_size,
-            local.heads_in(overlap.local),
-        )
+        total = local.heads_in(overlap.local)
+        heads = heads_to_read(local.tp_rank, local.tp_size, remote.tp_rank, remote.tp_size, total)
         if heads:
             segments += [
                 _segments(overlap, local, remote, heads, part, known)
@@ -191,13 +180,18 @@ def plan_read(
     return segments
 
 
-def check_state_boundary(geometry: Geometry, ticket_tokens: int, end: int) -> None:
-    """Raise RemoteProtocolError if the cache holds states and the producer's states are not those
-    after exactly `end` tokens.
+def check_prefill(geometry: Geometry, num_tokens: int, shared: int, end: int) -> None:
+    """Raise RemoteProtocolError unless a prefill of `num_tokens` tokens, of which our prompt
+    certainly shares the first `shared`, holds the KV and the states after our first `end` tokens.
     """
-    if geometry.has_states and ticket_tokens != end:
+    if shared < end:
         raise RemoteProtocolError(
-            f"the producer's states are those after {ticket_tokens} tokens, but the states after "
+            f"the prefill was of another prompt or of other weights: {shared} tokens are known to "
+            f"be the same, but {end} are needed"
+        )
+    if geometry.has_states and num_tokens != end:
+        raise RemoteProtocolError(
+            f"the producer's states are those after {num_tokens} tokens, but the states after "
             f"{end} tokens are needed"
         )
 

@@ -20,7 +20,7 @@ values.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Generic, TypeVar
@@ -187,7 +187,7 @@ class LeaseTable:
         self._drop_reader(lease, reader)
         lease.readers[reader] = transport
         self._readers_by_transport[transport] += 1
-        self._deadlines.extend(request, now + self.extension_s)
+        self._deadlines.extend([request], now + self.extension_s)
         return True
 
     def note_offer(self, request: RequestId, reader: str) -> None:
@@ -203,15 +203,10 @@ class LeaseTable:
         ):
             lease.offered.add(reader)
 
-    def renew_all(self, requests: Iterable[RequestId], now: float) -> list[RequestId]:
+    def renew_all(self, requests: Sequence[RequestId], now: float) -> list[RequestId]:
         """Renew leases and return those that are not held (a late heartbeat, not an error)."""
-        until, missing = now + self.extension_s, []
-        for request in requests:
-            if request in self._leases:
-                self._deadlines.extend(request, until)
-            else:
-                missing.append(request)
-        return missing
+        self._deadlines.extend(requests, now + self.extension_s)
+        return [request for request in requests if request not in self._leases]
 
     def confirm(self, request: RequestId, reader: str, now: float) -> bool:
         """Detach a reader and return True if the lease was alive for the reader's whole read.
@@ -291,7 +286,10 @@ class LeaseTable:
         ]
 
     def next_deadline(self) -> float | None:
-        """Return the latest time for the next call of `expire`; None if no deadline is set."""
+        """Return the latest time for the next call of `expire`; None if no deadline is set.
+
+        The time may be too early after a renewal; `expire` then finds nothing to end.
+        """
         return self._deadlines.next()
 
     def _remove(self, request: RequestId, lease: _Lease) -> LeaseEnded:

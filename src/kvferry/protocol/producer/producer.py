@@ -43,20 +43,18 @@ from kvferry.protocol.messages import (
 from kvferry.protocol.producer.host_buffers import HostBufferCopies, Publication
 from kvferry.protocol.producer.leases import LeaseTable, TicketStatus
 from kvferry.protocol.producer.pending import MAX_PENDING_TICKETS, PendingTickets
-from kvferry.protocol.producer.push import ProducerSettings, PushCoordinator
-from kvferry.protocol.producer.push_writer import PushWriter
+from kvferry.protocol.producer.push import PushCoordinator
+from kvferry.protocol.producer.push_writer import ProducerSettings, PushWriter
 from kvferry.protocol.tickets import PushTicketKey, TicketKey
 from kvferry.types import BlockIds, RequestId, Route
 
-READ_WATCH_S = 1.0
-"""How long after a reader's `Attach` or read announcement the worker polls transports more often.
-
-This applies to transports that need our help to be read (docs/decisions/019-many-leases.md).
+READ_WATCH_S, READ_WATCH_INTERVAL_S = 1.0, 0.01
+"""For this long after a reader's `Attach` or read announcement, the worker polls at this interval
+the transports that need our help to be read (docs/decisions/019-many-leases.md).
 """
-READ_START_S = 0.02
-"""How long after a reader's `Attach` or read announcement the worker polls almost constantly.
-
-Some reads begin with a request to us that arrives a moment after the announcement.
+READ_START_S, READ_START_INTERVAL_S = 0.02, 0.001
+"""As above, at first: some reads begin with a request to us that arrives a moment after the
+announcement.
 """
 
 
@@ -125,11 +123,7 @@ class Producer:
         self._serve_pending_readers(request, serial, now)
 
     def evict(self, request: RequestId, now: float) -> None:
-        """Evict a retained turn, because the engine needs its blocks.
-
-        `EvictionDeferred` is reported if a reader is still attached; the blocks are freed when the
-        reader detaches.
-        """
+        """Evict a retained turn; `EvictionDeferred` is reported if a reader is still attached."""
         self._leases.evict(request, now)
         self._settle(now)
         if request in self._leases:
@@ -273,13 +267,13 @@ class Producer:
         if revoked is not None:
             self._note_end(revoked, now)
 
-    def is_reading_likely(self, now: float) -> bool:
-        """Return whether a reader has attached, or announced a read, within `READ_WATCH_S`."""
-        return now < self._read_expected_at + READ_WATCH_S
-
-    def is_read_beginning(self, now: float) -> bool:
-        """Return whether a reader has attached, or announced a read, within `READ_START_S`."""
-        return now < self._read_expected_at + READ_START_S
+    def serving_interval_s(self, now: float) -> float | None:
+        """Return how often to poll transports that need our help to be read; None if no reader has
+        attached, or announced a read, within `READ_WATCH_S`.
+        """
+        if now < self._read_expected_at + READ_START_S:
+            return READ_START_INTERVAL_S
+        return READ_WATCH_INTERVAL_S if now < self._read_expected_at + READ_WATCH_S else None
 
     def receive(self, route: Route, message: ToProducer, now: float) -> None:
         if isinstance(message, Attach) or (

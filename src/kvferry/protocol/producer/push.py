@@ -30,36 +30,9 @@ from kvferry.protocol.producer.push_matcher import (
     PushMatcher,
     ReaderLeft,
 )
-from kvferry.protocol.producer.push_writer import PushWriter
+from kvferry.protocol.producer.push_writer import ProducerSettings, PushWriter
 from kvferry.protocol.tickets import PushTicketKey, TicketKey
-from kvferry.types import Address, EngineId, Epoch, LeaseEnd, RequestId, Route
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProducerSettings:
-    """Settings of a producer."""
-
-    engine: EngineId
-    epoch: Epoch
-    lease_ttl_s: float
-    """Duration of a new lease."""
-    lease_extension_s: float
-    """How far an attach or a heartbeat extends a lease."""
-    grant_wait_s: float
-    """How long a reader with a genuine ticket waits for the grant of the lease."""
-    leg_wait_s: float = 30.0
-    """How long a registration waits for its prefill leg to arrive at the engine."""
-    uses_host_buffer: bool = False
-    """Whether readers read a copy of the blocks in host memory."""
-    peer_addresses: frozenset[str] = frozenset()
-    """Side channels (host:port) of push consumers that may register by request id, without a push
-    ticket.
-    """
-
-
-# -- coordinator --
-# Connects the lease table, the host buffer, the matcher and the writer.
-
+from kvferry.types import Address, LeaseEnd, RequestId, Route
 
 _END_REASONS = {
     LeaseEnd.CONFIRMED: "another reader has already received the prefill",

@@ -40,7 +40,8 @@ from kvferry.protocol.messages import (
 from kvferry.protocol.outbox import Outbox
 from kvferry.protocol.peers import UNKNOWN_EPOCH, LostPeer, Peer, PeerTable
 from kvferry.protocol.planning.heads import RankMapping, can_divide, rank_mappings
-from kvferry.protocol.planning.plan import Segments, check_state_boundary, plan_read
+from kvferry.protocol.planning.plan import Segments, check_prefill, plan_read
+from kvferry.protocol.producer.push_matcher import MAX_LEASES_WAITED
 from kvferry.protocol.tickets import MAX_TP_SIZE, Ticket
 from kvferry.types import Address, EngineId, EngineIncarnation, Epoch, PeerId, RequestId, Route
 
@@ -104,23 +105,34 @@ class _Posted(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WriterSettings:
-    """Settings of the push writer."""
+class ProducerSettings:
+    """Settings of a producer."""
 
     engine: EngineId
-    write_timeout_s: float
-    """Maximum duration of one write."""
-    max_lease_ttl_s: float
-    """Upper limit of the time that a write grant lasts without a heartbeat."""
-    can_write: bool = True
-    """False if our transports see a host buffer, which is filled for readers only."""
+    epoch: Epoch
+    lease_ttl_s: float
+    """Duration of a new lease."""
+    lease_extension_s: float
+    """How far an attach or a heartbeat extends a lease."""
+    grant_wait_s: float
+    """How long a reader with a genuine ticket waits for the grant of the lease."""
+    write_timeout_s: float = 30.0
+    """Maximum duration of one write in push."""
+    leg_wait_s: float = 30.0
+    """How long a registration waits for its prefill leg to arrive at the engine."""
+    uses_host_buffer: bool = False
+    """Whether readers read a copy of the blocks in host memory."""
+    peer_addresses: frozenset[str] = frozenset()
+    """Side channels (host:port) of push consumers that may register by request id, without a push
+    ticket.
+    """
 
 
 @dataclass(slots=True)
 class PushWriter:
     """Writes prefills into the blocks of the readers that have granted write access."""
 
-    settings: WriterSettings
+    settings: ProducerSettings
     peers: PeerTable
     """All peers of this transfer worker. The table's owner calls `peer_ready` and `peer_lost`."""
     outbox: Outbox
@@ -159,7 +171,7 @@ class PushWriter:
         )
         rank_mapping = self._rank_mapping(message)
         if (
-            not self.settings.can_write
+            self.settings.uses_host_buffer
             or rank_mapping is None
             or incarnation.engine == self.settings.engine
             or len(self._writings) >= MAX_WRITERS
@@ -172,7 +184,7 @@ class PushWriter:
             for rank in rank_mapping.consumer_ranks
         )
         sibling_ranks = tuple(name for name in names if name != message.reader)
-        lease_ttl_s = min(message.lease_ttl_s, self.settings.max_lease_ttl_s)
+        lease_ttl_s = min(message.lease_ttl_s, MAX_LEASES_WAITED * self.settings.lease_ttl_s)
         self._writings[message.reader] = _Writing(
             message.reader, route, incarnation, lease, lease_ttl_s, sibling_ranks
         )
@@ -424,12 +436,7 @@ class PushWriter:
         ):
             raise RemoteProtocolError("the write grant names other groups than it has blocks for")
         shared = shared_prefix(ticket.tokens, lease.tokens)
-        if shared < lease.end_token:
-            raise RemoteProtocolError(
-                f"the prefill was of another prompt or of other weights: {shared} tokens are known "
-                f"to be the same, but {lease.end_token} are needed"
-            )
-        check_state_boundary(ours, ticket.num_tokens, lease.end_token)
+        check_prefill(ours, ticket.num_tokens, shared, lease.end_token)
         tokens = next_tokens(
             writing.wanted,
             progress.posted_until,
