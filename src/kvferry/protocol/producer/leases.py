@@ -361,43 +361,32 @@ Asker = TypeVar("Asker")
 
 @dataclass(slots=True)
 class OpenQuestions(Generic[Asker]):
-    """Questions about turns that have not ended, each with a deadline."""
+    """Questions about turns that have not ended, each with a deadline. `take` and `expire` scan all
+    of them: routers ask about a turn only as it ends, so few are open.
+    """
 
     max_questions: int = 10_000
-    _by_turn: dict[str, list[tuple[Asker, float]]] = field(default_factory=dict, init=False)
-    """Turn id -> the askers, each with the deadline of the question."""
-    _num_questions: int = field(default=0, init=False)
+    _open: list[tuple[str, Asker, float]] = field(default_factory=list, init=False)
+    """The turn, the asker and the deadline of each question."""
 
     def __len__(self) -> int:
-        return self._num_questions
+        return len(self._open)
 
     def ask(self, turn_id: str, asker: Asker, until: float) -> bool:
         """Add a question; False if there are too many already."""
-        if self._num_questions >= self.max_questions:
+        if len(self._open) >= self.max_questions:
             return False
-        self._by_turn.setdefault(turn_id, []).append((asker, until))
-        self._num_questions += 1
+        self._open.append((turn_id, asker, until))
         return True
 
     def take(self, turn_id: str) -> list[Asker]:
         """Remove the questions about a turn that has ended; return the askers."""
-        askers = [asker for asker, _ in self._by_turn.pop(turn_id, ())]
-        self._num_questions -= len(askers)
+        askers = [asker for turn, asker, _ in self._open if turn == turn_id]
+        self._open = [question for question in self._open if question[0] != turn_id]
         return askers
 
     def expire(self, now: float) -> list[tuple[str, Asker]]:
-        """Remove the questions whose deadline has passed; return the turn and asker of each. Scans
-        all questions, so one call every second or so is enough.
-        """
-        due = [
-            (turn_id, asker)
-            for turn_id, askers in self._by_turn.items()
-            for asker, until in askers
-            if until <= now
-        ]
-        for turn_id, _ in due:
-            left = [entry for entry in self._by_turn.pop(turn_id, ()) if entry[1] > now]
-            if left:
-                self._by_turn[turn_id] = left
-        self._num_questions -= len(due)
+        """Remove the questions whose deadline has passed; return the turn and asker of each."""
+        due = [(turn, asker) for turn, asker, until in self._open if until <= now]
+        self._open = [question for question in self._open if question[2] > now]
         return due
