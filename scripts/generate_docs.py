@@ -131,7 +131,8 @@ def shown_default(value: object) -> str:
 
 def message_table() -> str:
     rows = ["| message | fields | meaning |", "|---|---|---|"]
-    for node in classes(SOURCE / "protocol" / "messages.py"):
+    region = classes(SOURCE / "types.py", "Region")
+    for node in (*classes(SOURCE / "protocol" / "messages.py"), *region):
         names = ", ".join(f"`{name}`" for name, _ in fields(node))
         rows.append(f"| `{node.name}` | {names} | {docstring(node)} |")
     return "\n".join(rows)

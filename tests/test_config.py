@@ -107,11 +107,7 @@ def test_flags_may_be_written_as_text_because_the_seeds_do(text: object) -> None
         is True
     )
     assert nixl(enable_cross_layers_blocks=text).enable_cross_layers_blocks is True
-
-
-def test_the_permutation_may_be_switched_on_in_either_place() -> None:
-    inside = {**PULL, "kv_connector_extra_config": {"enable_permute_local_kv": "True"}}
-    assert KVTransferConfig.from_mapping(inside).enable_permute_local_kv is True
+    assert nixl(enable_permute_local_kv=text).enable_permute_local_kv is True
 
 
 def test_a_config_survives_the_way_into_a_worker_process() -> None:

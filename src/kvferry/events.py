@@ -48,9 +48,8 @@ class TransferFailed:
 
 @dataclass(frozen=True, slots=True)
 class TransferAbandoned:
-    """A transfer has failed, but a transport may still write into its blocks.
-
-    `TransferFailed` follows when nothing can write any more.
+    """A transfer has failed, but a transport may still write into its blocks; `TransferFailed`
+    follows when nothing can write any more.
     """
 
     request: RequestId

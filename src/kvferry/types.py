@@ -10,6 +10,8 @@ from enum import StrEnum
 from math import prod
 from typing import NewType, Self
 
+import msgspec
+
 RequestId = NewType("RequestId", str)
 """An engine's own id of one request; unique within one epoch of the engine."""
 
@@ -66,8 +68,7 @@ class LeaseEnd(StrEnum):
     CONFIRMED = "confirmed"
     """A reader has confirmed its read."""
     RELEASED = "released"
-    """Readers detached, or the lease was abandoned, evicted or revoked, without a confirmed read.
-    """
+    """The lease was released, abandoned, evicted or revoked without a confirmed read."""
     EXPIRED = "expired"
     """The lease ran out, or a reader that we wrote for stopped renewing its write grant."""
     LAPSED = "lapsed"
@@ -115,8 +116,7 @@ class AxisKind(StrEnum):
     HEAD = "head"
 
 
-@dataclass(frozen=True, slots=True)
-class Axis:
+class Axis(msgspec.Struct, frozen=True, array_like=True):
     """One dimension of a block: `count` elements of one kind, `stride_bytes` apart."""
 
     kind: AxisKind

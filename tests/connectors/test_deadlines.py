@@ -17,6 +17,7 @@ from kvferry.events import LeaseEnded, TransferAbandoned, TransferFailed
 from kvferry.protocol import messages as codec
 from kvferry.protocol.actions import ClosePeer, Send, StopRead
 from kvferry.protocol.consumer.consumer import Consumer
+from kvferry.protocol.consumer.transfer import Origin
 from kvferry.protocol.fingerprints import fingerprint
 from kvferry.protocol.messages import (
     WIRE_VERSION,
@@ -27,11 +28,10 @@ from kvferry.protocol.messages import (
     HandshakeRequest,
     Heartbeat,
     HeartbeatReply,
-    OfferInfo,
     PushRegistration,
     RankLayout,
     Refused,
-    RegionInfo,
+    TransportOffer,
 )
 from kvferry.protocol.planning.geometry import Geometry
 from kvferry.protocol.producer.producer import Producer
@@ -83,7 +83,11 @@ def settings(**changes: float) -> TransferWorkerSettings:
     )
     geometry = Geometry(0, 1, 4, 8, KVLayout.HND, 1, 8, (Region("l0", 4096, 64, 64, 8),), 1)
     return transfer_worker_settings(
-        config, transfer.extra, geometry, (OfferInfo("memory", "", b"us"),), {"dtype": "float32"}
+        config,
+        transfer.extra,
+        geometry,
+        (TransportOffer("memory", "", b"us"),),
+        {"dtype": "float32"},
     )
 
 
@@ -102,7 +106,7 @@ class Reader:
         """The messages sent by `advance`, and when."""
 
     def track(self) -> "Reader":
-        self.consumer.track(R, ticket(), "T", now=0)
+        self.consumer.track(R, Origin.of(ticket(), "T"), now=0)
         return self
 
     def shake_hands(self) -> "Reader":
@@ -111,9 +115,9 @@ class Reader:
             for a in self.consumer.outbox.take_actions()
             if isinstance(a, Send) and isinstance(a.message, HandshakeRequest)
         ]
-        region, offer = RegionInfo("l0", 0, 64, 64, 16, "DRAM", 0), OfferInfo("memory", "", b"them")
+        region, offer = Region("l0", 0, 64, 64, 16), TransportOffer("memory", "", b"them")
         layout = codec.encode_layout(
-            RankLayout(0, 1, 4, 16, "HND", 1, 8, CONTROL, [region], [offer], 1)
+            RankLayout(0, 1, 4, 16, KVLayout.HND, 1, 8, CONTROL, [region], [offer], 1)
         )
         self.consumer.receive(
             SIDE,
@@ -215,9 +219,9 @@ def test_engine_ttl_bounds_how_long_an_idle_producer_is_remembered() -> None:
     reader.consumer.settle(R, now=1)
     reader.consumer.outbox.take_actions()
     reader.consumer.advance(29 - EARLIER)
-    assert reader.consumer.num_peers == 1
+    assert len(reader.consumer.peers) == 1
     reader.consumer.advance(29)
-    assert reader.consumer.num_peers == 0
+    assert len(reader.consumer.peers) == 0
     assert ClosePeer(P, CONTROL) in reader.consumer.outbox.take_actions()
 
 
@@ -225,7 +229,7 @@ def test_an_engine_ttl_of_zero_forgets_nobody() -> None:
     reader = Reader(engine_ttl=0).track().shake_hands()
     reader.consumer.settle(R, now=1)
     reader.consumer.advance(10**9)
-    assert reader.consumer.num_peers == 1
+    assert len(reader.consumer.peers) == 1
 
 
 def producer() -> Producer:

@@ -2,7 +2,8 @@
 of heads and tokens, and whether the layers of a group share a region or have one region each.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +16,9 @@ from kvferry.protocol.planning.axes import dense_axes
 from kvferry.protocol.planning.geometry import Geometry
 from kvferry.protocol.planning.heads import heads_of, rank_mappings
 from kvferry.protocol.planning.plan import BlockPermutation, plan_permutations, plan_read
-from kvferry.protocol.producer.push_writer import PushWriter, WriterSettings
+from kvferry.protocol.producer.push_writer import ProducerSettings, PushWriter
 from kvferry.protocol.tickets import NO_BLOCK
-from kvferry.types import AxisKind, EngineId, KVLayout, MemoryKind, Region
+from kvferry.types import AxisKind, EngineId, Epoch, KVLayout, MemoryKind, Region
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -203,11 +204,18 @@ def no_writers() -> PushWriter:
         handshake_timeout_s=5,
         engine_ttl_s=3600,
     )
-    return PushWriter(
-        WriterSettings(engine=EngineId("p"), write_timeout_s=30, max_lease_ttl_s=120),
-        PeerTable(settings, Outbox()),
-        Outbox(),
+    return PushWriter(producer_settings(), PeerTable(settings, Outbox()), Outbox())
+
+
+def producer_settings(**changes: Any) -> ProducerSettings:
+    settings = ProducerSettings(
+        engine=EngineId("p"),
+        epoch=Epoch("e1"),
+        lease_ttl_s=30,
+        lease_extension_s=20,
+        grant_wait_s=5,
     )
+    return replace(settings, **changes)
 
 
 def take_replies(outbox: Outbox) -> list[Reply]:

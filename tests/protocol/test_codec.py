@@ -22,25 +22,25 @@ from kvferry.protocol.messages import (
     Heartbeat,
     HeartbeatReply,
     Message,
-    OfferInfo,
     RankLayout,
     Ready,
     Refused,
-    RegionInfo,
     Release,
+    TransportOffer,
 )
+from kvferry.types import KVLayout, Region
 
 LAYOUT = RankLayout(
     0,
     1,
     16,
     8,
-    "HND",
+    KVLayout.HND,
     2,
     64,
     "tcp://127.0.0.1:1",
-    [RegionInfo("l0", 0, 8, 8, 8, "DRAM", 0)],
-    [OfferInfo("shm", "h", b"x")],
+    [Region("l0", 0, 8, 8, 8)],
+    [TransportOffer("shm", "h", b"x")],
 )
 
 text = st.text(max_size=20)

@@ -29,6 +29,7 @@ from kvferry.protocol.actions import (
 )
 from kvferry.protocol.consumer.consumer import Consumer
 from kvferry.protocol.consumer.context import ConsumerSettings
+from kvferry.protocol.consumer.transfer import Origin
 from kvferry.protocol.fingerprints import fingerprint
 from kvferry.protocol.heartbeats import READ_BEGINS
 from kvferry.protocol.messages import (
@@ -42,10 +43,9 @@ from kvferry.protocol.messages import (
     HandshakeRequest,
     Heartbeat,
     HeartbeatReply,
-    OfferInfo,
     RankLayout,
     Refused,
-    RegionInfo,
+    TransportOffer,
 )
 from kvferry.protocol.peers import PeerSettings
 from kvferry.protocol.planning.geometry import Geometry
@@ -72,7 +72,7 @@ def make_consumer(
     peers = PeerSettings(
         factors=FACTORS,
         geometry=geometry,
-        offers=(OfferInfo("memory", "", b"us"),),
+        offers=(TransportOffer("memory", "", b"us"),),
         pinned_transports=(),
         handshake_timeout_s=5,
         engine_ttl_s=engine_ttl_s,
@@ -99,12 +99,12 @@ def reply(nonce: int, **changes: object) -> HandshakeReply:
         "tp_size": 1,
         "block_size": 4,
         "num_blocks": 16,
-        "layout": "HND",
+        "layout": KVLayout.HND,
         "num_kv_heads": 1,
         "head_dim": 8,
         "control_address": CONTROL,
-        "regions": [RegionInfo("l0", 0, 64, 64, 16, "DRAM", 0)],
-        "offers": [OfferInfo("memory", "", b"them")],
+        "regions": [Region("l0", 0, 64, 64, 16)],
+        "offers": [TransportOffer("memory", "", b"them")],
         "total_kv_heads": 1,
     } | changes
     return HandshakeReply(
@@ -142,7 +142,7 @@ def connect(consumer: Consumer, now: float = 0, **changes: object) -> list[Actio
 
 
 def reading(consumer: Consumer) -> Consumer:
-    consumer.track(R1, ticket(), "T1", now=0)
+    consumer.track(R1, Origin.of(ticket(), "T1"), now=0)
     connect(consumer)
     consumer.start(R1, [[5, 6]], range(0, 8), now=1)
     return consumer
@@ -162,7 +162,7 @@ def failures(consumer: Consumer) -> list[str]:
 
 def test_the_whole_way_from_arrival_to_confirmation() -> None:
     consumer = make_consumer()
-    consumer.track(R1, ticket(), "T1", now=0)
+    consumer.track(R1, Origin.of(ticket(), "T1"), now=0)
     assert sent(connect(consumer), Attach) == [Attach("T1", "d/r1/0", "memory")]
     consumer.start(R1, [[5, 6]], range(4, 8), now=1)
     [read] = of(consumer.outbox.take_actions(), StartRead)
@@ -182,15 +182,15 @@ def test_the_whole_way_from_arrival_to_confirmation() -> None:
 
 def test_blocks_that_come_before_the_handshake_wait_for_it() -> None:
     consumer = make_consumer()
-    consumer.track(R1, ticket(), "T1", now=0)
+    consumer.track(R1, Origin.of(ticket(), "T1"), now=0)
     consumer.start(R1, [[5, 6]], range(0, 8), now=0)
     assert of(connect(consumer), StartRead)
 
 
 def test_a_queued_request_keeps_its_lease_alive_by_heartbeats() -> None:
     consumer = make_consumer()
-    consumer.track(R1, ticket(), "T1", now=0)
-    consumer.track(R2, ticket("b", 2), "T2", now=0)
+    consumer.track(R1, Origin.of(ticket(), "T1"), now=0)
+    consumer.track(R2, Origin.of(ticket("b", 2), "T2"), now=0)
     connect(consumer)
     assert consumer.next_deadline() == 5
     consumer.advance(now=5)
@@ -202,7 +202,7 @@ def test_a_queued_request_keeps_its_lease_alive_by_heartbeats() -> None:
 
 def test_a_silent_producer_is_given_up() -> None:
     consumer = make_consumer()
-    consumer.track(R1, ticket(), "T1", now=0)
+    consumer.track(R1, Origin.of(ticket(), "T1"), now=0)
     connect(consumer)
     for now in (5, 10, 15, 20):
         consumer.advance(now)
@@ -276,34 +276,34 @@ def test_a_confirmation_has_a_deadline() -> None:
 
 def test_a_handshake_has_a_deadline_and_a_memory() -> None:
     consumer = make_consumer()
-    consumer.track(R1, ticket(), "T1", now=0)
+    consumer.track(R1, Origin.of(ticket(), "T1"), now=0)
     consumer.start(R1, [[5, 6]], range(0, 8), now=0)
     consumer.advance(now=5)
     assert "the producer did not answer the handshake within 5 s" in failures(consumer)[0]
     consumer.outbox.take_actions()
-    consumer.track(R2, ticket("b", 2), "T2", now=5.1)
+    consumer.track(R2, Origin.of(ticket("b", 2), "T2"), now=5.1)
     consumer.start(R2, [[5, 6]], range(0, 8), now=5.1)
     assert sent(consumer.outbox.take_actions(), HandshakeRequest) == []
     assert len(failures(consumer)) == 1
-    consumer.track(R1, ticket("c", 3), "T3", now=6)
+    consumer.track(R1, Origin.of(ticket("c", 3), "T3"), now=6)
     assert len(sent(consumer.outbox.take_actions(), HandshakeRequest)) == 1
     consumer.advance(now=11)
-    consumer.track(R2, ticket("d", 4), "T4", now=11.6)
+    consumer.track(R2, Origin.of(ticket("d", 4), "T4"), now=11.6)
     assert sent(consumer.outbox.take_actions(), HandshakeRequest) == []
 
 
 def test_a_restarted_engine_is_tried_at_once_although_its_old_life_is_out_of_reach() -> None:
     consumer = make_consumer()
-    consumer.track(R1, ticket(), "T1", now=0)
+    consumer.track(R1, Origin.of(ticket(), "T1"), now=0)
     consumer.disconnected(SIDE, now=1)
     consumer.outbox.take_actions()
-    consumer.track(R2, ticket("b", 1, epoch="e2"), "T2", now=1)
+    consumer.track(R2, Origin.of(ticket("b", 1, epoch="e2"), "T2"), now=1)
     assert len(sent(consumer.outbox.take_actions(), HandshakeRequest)) == 1
 
 
 def test_an_incompatible_producer_fails_the_request_with_the_field() -> None:
     consumer = make_consumer()
-    consumer.track(R1, ticket(), "T1", now=0)
+    consumer.track(R1, Origin.of(ticket(), "T1"), now=0)
     consumer.start(R1, [[5, 6]], range(0, 8), now=0)
     consumer.receive(SIDE, reply(1, block_size=8), now=1)
     assert failures(consumer) == ["peer p is not compatible: block_size: ours 4, theirs 8"]
@@ -311,9 +311,9 @@ def test_an_incompatible_producer_fails_the_request_with_the_field() -> None:
 
 def test_no_common_transport_fails_the_request_with_both_lists() -> None:
     consumer = make_consumer()
-    consumer.track(R1, ticket(), "T1", now=0)
+    consumer.track(R1, Origin.of(ticket(), "T1"), now=0)
     consumer.start(R1, [[5, 6]], range(0, 8), now=0)
-    consumer.receive(SIDE, reply(1, offers=[OfferInfo("nixl", "", b"")]), now=1)
+    consumer.receive(SIDE, reply(1, offers=[TransportOffer("nixl", "", b"")]), now=1)
     assert failures(consumer) == [
         "no data transport reaches the producer: this engine has memory, the producer has nixl"
     ]
@@ -322,7 +322,7 @@ def test_no_common_transport_fails_the_request_with_both_lists() -> None:
 def test_an_unreachable_transport_or_a_refused_handshake_fails_the_request() -> None:
     for bring in ("transport", "refusal"):
         consumer = make_consumer()
-        consumer.track(R1, ticket(), "T1", now=0)
+        consumer.track(R1, Origin.of(ticket(), "T1"), now=0)
         consumer.start(R1, [[5, 6]], range(0, 8), now=0)
         if bring == "transport":
             consumer.receive(SIDE, reply(1), now=1)
@@ -337,13 +337,13 @@ def test_an_unreachable_transport_or_a_refused_handshake_fails_the_request() -> 
 
 def test_a_lost_connection_fails_what_used_it_and_the_next_request_tries_again() -> None:
     consumer = reading(make_consumer())
-    consumer.track(R2, ticket("b", 2), "T2", now=1)
+    consumer.track(R2, Origin.of(ticket("b", 2), "T2"), now=1)
     consumer.outbox.take_actions()
     consumer.disconnected(CONTROL, now=2)
     assert of(consumer.outbox.take_actions(), StopRead)
     consumer.read_ended(R1, PEER, "cancelled", now=2)
     assert len(failures(consumer)) == 1
-    consumer.track(RequestId("r3"), ticket("c", 3), "T3", now=2)
+    consumer.track(RequestId("r3"), Origin.of(ticket("c", 3), "T3"), now=2)
     assert sent(connect(consumer, now=2), Attach) == [Attach("T3", "d/r3/0", "memory")]
     consumer.start(R2, [[5, 6]], range(0, 8), now=3)
     assert len(failures(consumer)) == 1
@@ -351,7 +351,7 @@ def test_a_lost_connection_fails_what_used_it_and_the_next_request_tries_again()
 
 def test_a_request_that_needs_nothing_lets_the_producer_free() -> None:
     consumer = make_consumer()
-    consumer.track(R1, ticket(), "T1", now=0)
+    consumer.track(R1, Origin.of(ticket(), "T1"), now=0)
     connect(consumer)
     consumer.settle(R1, now=1)
     assert sent(consumer.outbox.take_actions(), Detach) == [Detach("e1", "a", "d/r1/0")]
@@ -361,7 +361,7 @@ def test_a_request_that_needs_nothing_lets_the_producer_free() -> None:
 
 def test_a_request_that_leaves_during_the_handshake_still_says_goodbye() -> None:
     consumer = make_consumer()
-    consumer.track(R1, ticket(), "T1", now=0)
+    consumer.track(R1, Origin.of(ticket(), "T1"), now=0)
     consumer.abort(R1, now=0)
     consumer.abort(R2, now=0)
     actions = connect(consumer)
@@ -378,7 +378,7 @@ def test_settling_does_not_touch_a_request_that_is_loading() -> None:
 
 def test_a_block_list_that_does_not_fit_fails_the_request_only() -> None:
     consumer = make_consumer()
-    consumer.track(R1, ticket(), "T1", now=0)
+    consumer.track(R1, Origin.of(ticket(), "T1"), now=0)
     connect(consumer)
     consumer.start(R1, [[5, 6, 7]], range(0, 12), now=1)
     assert failures(consumer) == [
@@ -393,7 +393,7 @@ def test_a_failed_read_fails_the_request_and_the_next_one_shakes_hands_anew() ->
     consumer.read_ended(R1, PEER, "broken", now=2)
     assert failures(consumer) == ["reading from the producer failed: broken"]
     assert of(consumer.outbox.take_actions(), ClosePeer) == [ClosePeer(PEER, CONTROL)]
-    consumer.track(R2, ticket("b", 2), "T2", now=2)
+    consumer.track(R2, Origin.of(ticket("b", 2), "T2"), now=2)
     consumer.start(R2, [[5, 6]], range(0, 8), now=2)
     assert of(connect(consumer, now=2), StartRead)
 
@@ -401,7 +401,7 @@ def test_a_failed_read_fails_the_request_and_the_next_one_shakes_hands_anew() ->
 def test_a_failed_read_detaches_every_reader_before_the_peer_is_closed() -> None:
     """Otherwise the producer would hold the blocks of the other requests until their leases end."""
     consumer = reading(make_consumer())
-    consumer.track(R2, ticket("b", 2), "T2", now=1)
+    consumer.track(R2, Origin.of(ticket("b", 2), "T2"), now=1)
     consumer.outbox.take_actions()
     consumer.read_ended(R1, PEER, "broken", now=2)
     actions = consumer.outbox.take_actions()
@@ -415,7 +415,9 @@ def test_a_failed_read_detaches_every_reader_before_the_peer_is_closed() -> None
 def test_a_crowd_of_leases_is_renewed_in_several_beats() -> None:
     consumer = make_consumer()
     for number in range(2500):
-        consumer.track(RequestId(f"r{number}"), ticket(f"a{number}", number + 1), "T", now=0)
+        consumer.track(
+            RequestId(f"r{number}"), Origin.of(ticket(f"a{number}", number + 1), "T"), now=0
+        )
     connect(consumer)
     consumer.advance(now=5)
     beats = sent(consumer.outbox.take_actions(), Heartbeat)
@@ -430,7 +432,7 @@ def test_a_crowd_of_leases_is_renewed_in_several_beats() -> None:
 def test_a_request_with_an_endless_name_is_confirmed_like_any_other() -> None:
     consumer = make_consumer()
     request = RequestId("r" * 5000)
-    consumer.track(request, ticket(), "T1", now=0)
+    consumer.track(request, Origin.of(ticket(), "T1"), now=0)
     [attach] = sent(connect(consumer), Attach)
     assert isinstance(attach, Attach)
     assert codec.decode(codec.encode(attach)) == attach
@@ -443,9 +445,9 @@ def test_a_request_with_an_endless_name_is_confirmed_like_any_other() -> None:
 def test_a_lost_peer_is_closed_after_what_was_sent_to_it() -> None:
     """A message sent after the close would open a new connection that is never closed."""
     consumer = make_consumer()
-    consumer.track(R1, ticket(), "T1", now=0)
+    consumer.track(R1, Origin.of(ticket(), "T1"), now=0)
     connect(consumer)
-    consumer.track(R2, ticket("b", 2), "T2", now=1)
+    consumer.track(R2, Origin.of(ticket("b", 2), "T2"), now=1)
     consumer.disconnected(CONTROL, now=1)
     kinds = [type(action) for action in consumer.outbox.take_actions()]
     assert kinds.index(Send) < kinds.index(ClosePeer)
@@ -454,8 +456,8 @@ def test_a_lost_peer_is_closed_after_what_was_sent_to_it() -> None:
 
 def test_one_that_leaves_during_the_handshake_does_not_end_the_lease_of_its_siblings() -> None:
     consumer = make_consumer()
-    consumer.track(R1, ticket(), "T1", now=0)
-    consumer.track(R2, ticket(), "T1", now=0)
+    consumer.track(R1, Origin.of(ticket(), "T1"), now=0)
+    consumer.track(R2, Origin.of(ticket(), "T1"), now=0)
     consumer.abort(R1, now=0)
     messages = [action.message for action in connect(consumer) if isinstance(action, Send)]
     assert messages == [
@@ -473,20 +475,20 @@ def test_blocks_for_a_request_never_announced_fail_it() -> None:
 
 def test_tracking_twice_is_tracking_once() -> None:
     consumer = make_consumer()
-    consumer.track(R1, ticket(), "T1", now=0)
-    consumer.track(R1, ticket(), "T1", now=0)
+    consumer.track(R1, Origin.of(ticket(), "T1"), now=0)
+    consumer.track(R1, Origin.of(ticket(), "T1"), now=0)
     assert len(sent(connect(consumer), Attach)) == 1
 
 
 def test_idle_peers_are_forgotten() -> None:
     consumer = make_consumer(engine_ttl_s=10)
-    consumer.track(R1, ticket(), "T1", now=0)
+    consumer.track(R1, Origin.of(ticket(), "T1"), now=0)
     connect(consumer)
     consumer.advance(now=4)
-    assert consumer.num_peers == 1
+    assert len(consumer.peers) == 1
     consumer.settle(R1, now=4)
     consumer.advance(now=11)
-    assert consumer.num_peers == 0
+    assert len(consumer.peers) == 0
     assert of(consumer.outbox.take_actions(), ClosePeer) == [ClosePeer(PEER, CONTROL)]
 
 
@@ -513,7 +515,9 @@ class ConsumerMachine(RuleBasedStateMachine):
     def track(self) -> None:
         self.count += 1
         self.consumer.track(
-            RequestId(f"r{self.count}"), ticket(f"a{self.count}", self.count), "T", self.now
+            RequestId(f"r{self.count}"),
+            Origin.of(ticket(f"a{self.count}", self.count), "T"),
+            self.now,
         )
 
     @rule(request=requests)
@@ -623,7 +627,7 @@ class ConsumerMachine(RuleBasedStateMachine):
         self.consumer.advance(self.now)
         self.now += 1000
         self.consumer.advance(self.now)
-        assert self.consumer.num_peers == 0
+        assert len(self.consumer.peers) == 0
         assert self.consumer.next_deadline() is None
 
 
@@ -632,8 +636,8 @@ TestConsumerMachine = ConsumerMachine.TestCase
 
 def test_a_read_that_begins_long_after_its_reader_came_is_announced() -> None:
     consumer = make_consumer()
-    consumer.track(R1, ticket(), "T1", now=0)
-    consumer.track(R2, ticket("b", 2), "T2", now=0)
+    consumer.track(R1, Origin.of(ticket(), "T1"), now=0)
+    consumer.track(R2, Origin.of(ticket("b", 2), "T2"), now=0)
     connect(consumer)
     consumer.start(R1, [[5, 6]], range(0, 8), now=0.1)
     assert sent(consumer.outbox.take_actions(), Heartbeat) == [], "P has just heard of it"

@@ -24,6 +24,7 @@ from kvferry.events import TransferFailed, TransferFinished
 from kvferry.protocol.actions import PlaceBlocks, StartRead
 from kvferry.protocol.consumer.consumer import Consumer
 from kvferry.protocol.consumer.context import ConsumerSettings
+from kvferry.protocol.consumer.transfer import Origin
 from kvferry.protocol.messages import (
     Attach,
     Confirmed,
@@ -31,10 +32,9 @@ from kvferry.protocol.messages import (
     HandshakeReply,
     HandshakeRequest,
     HeartbeatReply,
-    OfferInfo,
     Ready,
     Refused,
-    RegionInfo,
+    TransportOffer,
 )
 from kvferry.protocol.peers import PeerSettings
 from kvferry.protocol.planning.geometry import Geometry
@@ -55,7 +55,7 @@ def meet(consumer: Consumer) -> None:
 
 def waiting() -> Consumer:
     consumer = make_consumer()
-    consumer.track(R1, ticket(), "T1", now=0)
+    consumer.track(R1, Origin.of(ticket(), "T1"), now=0)
     consumer.start(R1, [[5, 6]], range(0, 8), now=0)
     meet(consumer)
     actions = consumer.outbox.take_actions()
@@ -72,7 +72,7 @@ def test_nothing_is_read_before_the_producer_says_that_it_is_there() -> None:
 
 def test_what_is_there_before_the_blocks_is_read_when_they_come() -> None:
     consumer = make_consumer()
-    consumer.track(R1, ticket(), "T1", now=0)
+    consumer.track(R1, Origin.of(ticket(), "T1"), now=0)
     meet(consumer)
     consumer.receive(CONTROL, READY, now=1)
     consumer.receive(CONTROL, READY, now=1)
@@ -132,7 +132,7 @@ def make_staged() -> Consumer:
     peers = PeerSettings(
         factors={"dtype": "float32"},
         geometry=geometry,
-        offers=(OfferInfo("memory", "", b"us"),),
+        offers=(TransportOffer("memory", "", b"us"),),
         pinned_transports=(),
         handshake_timeout_s=5,
         engine_ttl_s=3600,
@@ -171,11 +171,13 @@ def test_a_staged_engine_whose_copy_fails_gets_nothing() -> None:
 def staged_placing(tokens: range, blocks: list[list[int]]) -> Consumer:
     consumer = make_staged()
     consumer.track(
-        R1, msgspec.structs.replace(ticket(), block_runs=[[(3, 2)], [(3, 2)]]), "T1", now=0
+        R1,
+        Origin.of(msgspec.structs.replace(ticket(), block_runs=[[(3, 2)], [(3, 2)]]), "T1"),
+        now=0,
     )
     [request] = sent(consumer.outbox.take_actions(), HandshakeRequest)
     assert isinstance(request, HandshakeRequest)
-    regions = [RegionInfo(f"l{group}", 0, 64, 64, 16, "DRAM", 0, group) for group in range(2)]
+    regions = [Region(f"l{group}", 0, 64, 64, 16, group=group) for group in range(2)]
     consumer.receive(SIDE, reply(request.nonce, regions=regions), now=0)
     consumer.peer_opened(PEER, "memory", now=0)
     consumer.start(R1, blocks, tokens, now=1)

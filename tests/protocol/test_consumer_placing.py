@@ -26,6 +26,7 @@ from kvferry.events import HandshakeFailed, TransferAbandoned, TransferFailed, T
 from kvferry.protocol.actions import PlaceBlocks
 from kvferry.protocol.consumer import receiving
 from kvferry.protocol.consumer.consumer import Consumer
+from kvferry.protocol.consumer.transfer import Origin
 from kvferry.protocol.messages import Attach, Confirmed, Detach, Heartbeat, HeartbeatReply, Refused
 from kvferry.protocol.planning.plan import BlockPermutation
 from kvferry.types import RequestId
@@ -111,7 +112,7 @@ def test_a_confirmed_request_needs_no_heartbeats_and_says_no_farewell_to_a_produ
     consumer.advance(now=10)
     assert sent(consumer.outbox.take_actions(), Heartbeat) == []
     consumer.disconnected(CONTROL, now=10)
-    consumer.track(R2, ticket("b", 2), "T2", now=10)
+    consumer.track(R2, Origin.of(ticket("b", 2), "T2"), now=10)
     consumer.abort(R1, now=10)
     consumer.placed(R1, None, now=10)
     assert [

@@ -24,7 +24,7 @@ from kvferry.events import PrefillCompleted, TransferAbandoned, TransferFailed, 
 from kvferry.protocol import messages as codec
 from kvferry.protocol.actions import Action, StartRead, StopRead
 from kvferry.protocol.consumer.consumer import Consumer
-from kvferry.protocol.consumer.transfer import PushInfo
+from kvferry.protocol.consumer.transfer import Origin, PushInfo
 from kvferry.protocol.fingerprints import Fingerprint, fingerprint
 from kvferry.protocol.messages import (
     Attach,
@@ -41,7 +41,7 @@ from kvferry.protocol.messages import (
 )
 from kvferry.protocol.peers import UNKNOWN_EPOCH
 from kvferry.protocol.tickets import Ticket
-from kvferry.types import Address, EngineIncarnation, RequestId
+from kvferry.types import Address, EngineIncarnation, Epoch, RequestId
 
 READER = "d/r1/0"
 OWN = Address("d-host", 5700)
@@ -49,18 +49,16 @@ REGISTRATION = PushRegistration("e1", READER, "r1", "d", "d-host", 5700, 1, 30.0
 CANCEL = PushCancel("e1", READER, "r1", "d", "h1", "PT")
 
 
+def pushed_by(epoch: Epoch, push_info: PushInfo, tp_size: int = 1) -> Origin:
+    incarnation = EngineIncarnation(PEER.engine, epoch)
+    return Origin(incarnation, Address("p-host", 5600), tp_size, push_info=push_info)
+
+
 def expect(
     consumer: Consumer, request: RequestId = R1, tokens: Fingerprint | None = None, now: float = 0
 ) -> None:
     push_info = PushInfo("h1", tokens or fingerprint(range(8), 4, ""), OWN, "PT")
-    consumer.expect(
-        request,
-        EngineIncarnation(PEER.engine, PEER.epoch),
-        Address("p-host", 5600),
-        1,
-        push_info,
-        now,
-    )
+    consumer.track(request, pushed_by(PEER.epoch, push_info), now)
 
 
 def offer(
@@ -254,14 +252,7 @@ UNSIGNED = PushRegistration("e1", READER, "r1", "d", "d-host", 5700, 1, 30.0)
 def expect_from(consumer: Consumer, request: RequestId = R1, now: float = 0) -> None:
     """Expect the KV from a producer whose address is known, but not its incarnation."""
     push_info = PushInfo("", fingerprint(range(8), 4, ""), OWN, "")
-    consumer.expect(
-        request,
-        EngineIncarnation(PEER.engine, UNKNOWN_EPOCH),
-        Address("p-host", 5600),
-        1,
-        push_info,
-        now,
-    )
+    consumer.track(request, pushed_by(UNKNOWN_EPOCH, push_info), now)
 
 
 def test_a_producer_known_by_its_address_says_which_life_it_is() -> None:
@@ -273,7 +264,7 @@ def test_a_producer_known_by_its_address_says_which_life_it_is() -> None:
     expect_from(consumer, R2, now=3)
     [second] = sent(consumer.outbox.take_actions(), PushRegistration)
     assert isinstance(second, PushRegistration)
-    assert (second.epoch, second.request_id, consumer.num_peers) == ("e1", "r2", 1), (
+    assert (second.epoch, second.request_id, len(consumer.peers)) == ("e1", "r2", 1), (
         "nobody shakes hands twice"
     )
 
@@ -283,7 +274,7 @@ def test_a_producer_known_by_its_address_may_turn_out_to_be_one_that_is_known_we
     expect_from(consumer)
     [asked] = sent(consumer.outbox.take_actions(), HandshakeRequest)
     assert isinstance(asked, HandshakeRequest)
-    consumer.track(R2, ticket("b"), "T2", now=0)
+    consumer.track(R2, Origin.of(ticket("b"), "T2"), now=0)
     [other] = sent(consumer.outbox.take_actions(), HandshakeRequest)
     assert isinstance(other, HandshakeRequest)
     consumer.receive("tcp://p-host:5600", reply(other.nonce), now=0)
@@ -291,7 +282,7 @@ def test_a_producer_known_by_its_address_may_turn_out_to_be_one_that_is_known_we
     assert sent(consumer.outbox.take_actions(), PushRegistration) == []
     consumer.receive("tcp://p-host:5600", reply(asked.nonce), now=1)
     assert sent(consumer.outbox.take_actions(), PushRegistration) == [UNSIGNED]
-    assert consumer.num_peers == 1
+    assert len(consumer.peers) == 1
 
 
 def test_a_request_that_ends_before_its_producer_has_said_which_life_it_is_says_farewell_to_that(
@@ -329,7 +320,7 @@ def test_another_engine_at_that_address_fails_the_request_and_is_not_asked_again
     consumer.outbox.take_actions()
     expect_from(consumer, R2, now=0.1)
     assert sent(consumer.outbox.take_actions(), HandshakeRequest) == []
-    assert (consumer.num_peers, consumer.num_transfers) == (0, 1)
+    assert (len(consumer.peers), consumer.num_transfers) == (0, 1)
 
 
 class PushMachine(RuleBasedStateMachine):

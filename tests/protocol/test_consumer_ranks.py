@@ -10,6 +10,7 @@ from kvferry.events import HandshakeFailed, TransferAbandoned, TransferFailed, T
 from kvferry.protocol.actions import Action, ClosePeer, OpenPeer, Send, StartRead, StopRead
 from kvferry.protocol.consumer.consumer import Consumer
 from kvferry.protocol.consumer.context import ConsumerSettings
+from kvferry.protocol.consumer.transfer import Origin
 from kvferry.protocol.fingerprints import fingerprint
 from kvferry.protocol.messages import (
     Attach,
@@ -21,12 +22,12 @@ from kvferry.protocol.messages import (
     HandshakeRequest,
     Heartbeat,
     HeartbeatReply,
-    OfferInfo,
     Refused,
+    TransportOffer,
 )
 from kvferry.protocol.peers import PeerSettings
 from kvferry.protocol.planning.axes import dense_axes
-from kvferry.protocol.planning.geometry import Geometry, region_info
+from kvferry.protocol.planning.geometry import Geometry
 from kvferry.protocol.tickets import Ticket
 from kvferry.types import Axis, AxisKind, EngineId, Epoch, KVLayout, PeerId, Region, RequestId
 
@@ -50,7 +51,7 @@ def make_consumer(
     peers = PeerSettings(
         factors=FACTORS,
         geometry=geometry,
-        offers=(OfferInfo("memory", "", b"us"),),
+        offers=(TransportOffer("memory", "", b"us"),),
         pinned_transports=(),
         handshake_timeout_s=5,
         engine_ttl_s=engine_ttl_s,
@@ -100,7 +101,7 @@ def answer(request: HandshakeRequest, tp_size: int) -> HandshakeReply:
         num_kv_heads=heads,
         total_kv_heads=HEADS,
         control_address=control(request.tp_rank),
-        regions=[region_info(Region("l0", 0, 64 * heads, 64 * heads, 16, axes=axes(heads)))],
+        regions=[Region("l0", 0, 64 * heads, 64 * heads, 16, axes=axes(heads))],
     )
 
 
@@ -115,7 +116,7 @@ def connect(consumer: Consumer, tp_size: int) -> list[Action]:
 
 def tracked(tp_size: int, consumer: Consumer | None = None) -> tuple[Consumer, list[Action]]:
     consumer = consumer or make_consumer()
-    consumer.track(R1, ticket(tp_size), "T1", now=0)
+    consumer.track(R1, Origin.of(ticket(tp_size), "T1"), now=0)
     return consumer, connect(consumer, tp_size)
 
 
@@ -199,7 +200,7 @@ def test_a_read_that_fails_on_one_rank_stops_the_other_and_says_goodbye_to_both(
     actions = consumer.outbox.take_actions()
     assert addresses(actions, Detach) == [control(0), control(1)]
     assert of(actions, ClosePeer) == [ClosePeer(peer(rank), control(rank)) for rank in range(2)]
-    consumer.track(R2, ticket(2, "b", 2), "T2", now=3)
+    consumer.track(R2, Origin.of(ticket(2, "b", 2), "T2"), now=3)
     assert len(sent(consumer.outbox.take_actions(), HandshakeRequest)) == 2
 
 
@@ -230,7 +231,7 @@ def test_every_rank_has_to_answer_heartbeats() -> None:
 def test_one_that_leaves_during_the_handshake_says_goodbye_to_every_rank_and_names_its_companions(
 ) -> None:  # fmt: skip
     consumer = make_consumer(0, 2)
-    consumer.track(R1, ticket(1), "T1", now=0)
+    consumer.track(R1, Origin.of(ticket(1), "T1"), now=0)
     consumer.abort(R1, now=0)
     actions = connect(consumer, 1)
     assert sent(actions, Attach) == [Attach("T1", "d/r1/0", "memory", ["d/r1/1"])]
@@ -266,8 +267,7 @@ class RanksMachine(RuleBasedStateMachine):
         self.count += 1
         self.consumer.track(
             RequestId(f"r{self.count}"),
-            ticket(self.SIZE, f"a{self.count}", self.count),
-            "T",
+            Origin.of(ticket(self.SIZE, f"a{self.count}", self.count), "T"),
             self.now,
         )
 
@@ -402,7 +402,7 @@ class RanksMachine(RuleBasedStateMachine):
         for _ in range(2):
             self.now += 1000
             self.consumer.advance(self.now)
-        assert self.consumer.num_peers == 0
+        assert len(self.consumer.peers) == 0
         assert self.consumer.next_deadline() is None
 
 

@@ -19,7 +19,15 @@ from tests.protocol.test_consumer import (
     sent,
     ticket,
 )
-from tests.protocol.test_consumer_push import CANCEL, OWN, READER, REGISTRATION, expect, offer
+from tests.protocol.test_consumer_push import (
+    CANCEL,
+    OWN,
+    READER,
+    REGISTRATION,
+    expect,
+    offer,
+    pushed_by,
+)
 
 from kvferry.errors import RemoteProtocolError
 from kvferry.events import PrefillCompleted, TransferAbandoned, TransferFailed, TransferFinished
@@ -43,7 +51,6 @@ from kvferry.protocol.messages import (
     Written,
 )
 from kvferry.protocol.planning.plan import BlockPermutation
-from kvferry.types import Address, EngineIncarnation
 
 LEASE_S = 30
 TAKE_BACK = RevokeWrites(R1, "memory", 1)
@@ -370,9 +377,7 @@ def test_a_prefill_that_stands_still_between_two_writes_is_given_up() -> None:
 def test_blocks_that_two_ranks_write_into_are_used_when_both_have_written() -> None:
     consumer = ranks.make_consumer(writable_transports=frozenset({"memory"}))
     push_info = PushInfo("h1", fingerprint(range(8), 4, ""), OWN, "PT")
-    consumer.expect(
-        R1, EngineIncarnation(PEER.engine, PEER.epoch), Address("p-host", 5600), 2, push_info, 0
-    )
+    consumer.track(R1, pushed_by(PEER.epoch, push_info, tp_size=2), 0)
     ranks.connect(consumer, 2)
     consumer.start(R1, [[5, 6]], range(0, 8), now=1)
     for rank in (0, 1):

@@ -3,19 +3,19 @@ that prevents a transfer plan.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from tests.protocol.caches import Cache, Form, Model
 
 from kvferry.errors import IncompatiblePeer, RemoteProtocolError
-from kvferry.protocol.messages import RankLayout, RegionInfo
+from kvferry.protocol.messages import RankLayout, decode_layout, encode_layout
 from kvferry.protocol.planning.geometry import (
     Geometry,
     check_geometry,
     geometry_from_layout,
-    region_info,
 )
-from kvferry.types import AxisKind, KVLayout, MemoryKind
+from kvferry.types import AxisKind, KVLayout, MemoryKind, Region
 
 
 # `Form` and `Model` are frozen, so they are safe as default arguments.
@@ -46,11 +46,11 @@ def make_layout(**changes: object) -> RankLayout:
         "tp_size": 1,
         "block_size": 4,
         "num_blocks": 12,
-        "layout": "HND",
+        "layout": KVLayout.HND,
         "num_kv_heads": 2,
         "head_dim": 8,
         "control_address": "tcp://h:1",
-        "regions": [region_info(region) for region in make().regions],
+        "regions": list(make().regions),
         "offers": [],
         "total_kv_heads": 2,
     }
@@ -156,23 +156,16 @@ def test_engines_that_do_not_understand_different_layers_do_not_meet() -> None:
 )
 def test_a_layout_from_the_wire_becomes_the_geometry_it_was_made_from(form: Form) -> None:
     ours = make(form)
-    layout = make_layout(
-        layout=str(form.layout), regions=[region_info(region) for region in ours.regions]
-    )
-    assert geometry_from_layout(layout) == ours
+    layout = make_layout(layout=form.layout, regions=list(ours.regions))
+    assert received(layout) == ours
 
 
-def info(**changes: object) -> RegionInfo:
-    fields: dict[str, object] = {
-        "name": "l",
-        "address": 0,
-        "block_bytes": 64,
-        "stride_bytes": 64,
-        "num_blocks": 12,
-        "memory": "DRAM",
-        "device": 0,
-    }
-    return RegionInfo(**(fields | changes))  # type: ignore[arg-type]
+def received(layout: RankLayout) -> Geometry:
+    return geometry_from_layout(decode_layout(encode_layout(layout)))
+
+
+def info(**changes: Any) -> Region:
+    return replace(Region("l", 0, 64, 64, 12), **changes)
 
 
 @pytest.mark.parametrize(
@@ -208,6 +201,6 @@ def info(**changes: object) -> RegionInfo:
     ],
 )
 def test_a_senseless_layout_is_refused(changes: dict[str, object]) -> None:
-    geometry_from_layout(make_layout(regions=[info()]))
+    received(make_layout(regions=[info()]))
     with pytest.raises(RemoteProtocolError):
-        geometry_from_layout(make_layout(**changes))
+        received(make_layout(**changes))

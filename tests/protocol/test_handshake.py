@@ -24,28 +24,27 @@ from kvferry.protocol.messages import (
     HandshakeRefused,
     HandshakeReply,
     HandshakeRequest,
-    OfferInfo,
     RankLayout,
-    RegionInfo,
+    TransportOffer,
 )
-from kvferry.types import EngineId, Epoch
+from kvferry.types import EngineId, Epoch, KVLayout, Region
 
 FACTORS: dict[str, Factor] = {"dtype": "float32", "num_layers": 4, "model": "abc"}
 ENGINE, EPOCH = EngineId("p"), Epoch("e1")
 
 
 def make_layout(rank: int = 0, offers: int = 1) -> RankLayout:
-    transports = [OfferInfo(f"transport{i}", "", b"") for i in range(offers)]
+    transports = [TransportOffer(f"transport{i}", "", b"") for i in range(offers)]
     return RankLayout(
         rank,
         2,
         16,
         8,
-        "HND",
+        KVLayout.HND,
         2,
         64,
         "tcp://h:1",
-        [RegionInfo("l0", 0, 8, 8, 8, "DRAM", 0)],
+        [Region("l0", 0, 8, 8, 8)],
         transports,
     )
 
@@ -87,7 +86,7 @@ def test_a_peer_of_the_version_before_gets_an_answer_in_its_version_if_there_are
     reply = answer(serve(r0=make_layout()), asking(wire_version=WIRE_VERSION - 1))
     assert isinstance(reply, HandshakeReply)
     assert reply.wire_version == WIRE_VERSION - 1
-    state = RegionInfo("l1", 64, 8, 8, 8, "DRAM", 0, state_heads=2)
+    state = Region("l1", 64, 8, 8, 8, state_heads=2)
     hybrid = msgspec.structs.replace(make_layout(), regions=[*make_layout().regions, state])
     refusal = answer(serve(r0=hybrid), asking(wire_version=WIRE_VERSION - 1))
     assert isinstance(refusal, HandshakeRefused)
@@ -233,11 +232,11 @@ def test_malformed_answers_are_refused() -> None:
         )
 
 
-def offers(*names: str, reach: str = "") -> list[OfferInfo]:
-    return [OfferInfo(name, reach if name == "shm" else "", b"") for name in names]
+def offers(*names: str, reach: str = "") -> list[TransportOffer]:
+    return [TransportOffer(name, reach if name == "shm" else "", b"") for name in names]
 
 
-def chosen(ours: list[OfferInfo], theirs: list[OfferInfo], *pinned: str) -> list[str]:
+def chosen(ours: list[TransportOffer], theirs: list[TransportOffer], *pinned: str) -> list[str]:
     return [choice.transport for choice in candidate_transports(ours, theirs, pinned)]
 
 
@@ -253,11 +252,11 @@ def test_transports_are_tried_in_our_order_as_far_as_they_reach() -> None:
 
 
 def test_what_is_near_comes_before_what_is_not() -> None:
-    def sides(host: str) -> list[OfferInfo]:
+    def sides(host: str) -> list[TransportOffer]:
         return [
-            OfferInfo("shm", host, b""),
-            OfferInfo("nixl", "", b"", near=host),
-            OfferInfo("tcp", "", b""),
+            TransportOffer("shm", host, b""),
+            TransportOffer("nixl", "", b"", near=host),
+            TransportOffer("tcp", "", b""),
         ]
 
     assert chosen(sides("a"), sides("a")) == ["shm", "nixl", "tcp"]

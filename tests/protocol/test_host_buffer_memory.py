@@ -10,7 +10,13 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import pytest
-from tests.protocol.caches import no_writers, take_copies, take_ended, take_replies
+from tests.protocol.caches import (
+    no_writers,
+    producer_settings,
+    take_copies,
+    take_ended,
+    take_replies,
+)
 from tests.protocol.test_producer_push import KEY, PUSH_KEY, push_ticket
 
 from kvferry.protocol.actions import CopyToHostBuffer
@@ -27,9 +33,8 @@ from kvferry.protocol.messages import (
     Refused,
 )
 from kvferry.protocol.producer.producer import Producer
-from kvferry.protocol.producer.push import ProducerSettings
 from kvferry.protocol.tickets import NO_BLOCK, Ticket, runs_from_blocks
-from kvferry.types import EngineId, Epoch, RequestId, Route
+from kvferry.types import RequestId, Route
 
 NUM_BLOCKS, PROMPT_BLOCKS = 7, 3
 TOKENS = fingerprint(range(4 * PROMPT_BLOCKS), 4, "")
@@ -65,14 +70,7 @@ class Memory:
     def __init__(self, seed: int, *, waits_for_copies: bool = True) -> None:
         self.chance = random.Random(seed)
         self.producer = Producer(
-            ProducerSettings(
-                engine=EngineId("p"),
-                epoch=Epoch("e1"),
-                lease_ttl_s=30,
-                lease_extension_s=20,
-                grant_wait_s=5,
-                uses_host_buffer=True,
-            ),
+            producer_settings(uses_host_buffer=True),
             KEY,
             PUSH_KEY,
             no_writers(),
@@ -335,7 +333,7 @@ class Memory:
                 self.release(prefill)
                 del self.prefills[prefill.name]
             else:
-                self.producer.abandon(RequestId(prefill.name))
+                self.producer.abandon(RequestId(prefill.name), 0)
         self.settle()
         while self.copies:
             self.copy()

@@ -7,13 +7,13 @@ import sys
 from types import FunctionType, ModuleType
 
 import pytest
-from tests.protocol.caches import no_writers, take_replies
+from tests.protocol.caches import no_writers, producer_settings, take_replies
 from tests.protocol.test_consumer import CONTROL, connect, make_consumer, sent
 from tests.protocol.test_consumer_push import OWN
 from tests.sampling import exhaustive
 
 from kvferry.protocol.actions import StartRead
-from kvferry.protocol.consumer.transfer import PushInfo
+from kvferry.protocol.consumer.transfer import Origin, PushInfo
 from kvferry.protocol.fingerprints import fingerprint
 from kvferry.protocol.messages import (
     Attach,
@@ -24,7 +24,6 @@ from kvferry.protocol.messages import (
     PushRegistration,
 )
 from kvferry.protocol.producer.producer import Producer
-from kvferry.protocol.producer.push import ProducerSettings
 from kvferry.protocol.tickets import PushTicket, PushTicketKey, Ticket, TicketKey
 from kvferry.types import Address, EngineId, EngineIncarnation, Epoch, PeerId, RequestId, Route
 
@@ -99,13 +98,7 @@ def test_a_producer_remembers_no_more_of_the_last_registrations_than_of_the_firs
     count: int,
 ) -> None:
     producer = Producer(
-        ProducerSettings(
-            engine=EngineId("p"),
-            epoch=Epoch("e1"),
-            lease_ttl_s=30,
-            lease_extension_s=20,
-            grant_wait_s=5,
-        ),
+        producer_settings(),
         KEY,
         PUSH_KEY,
         no_writers(),
@@ -163,8 +156,10 @@ class Decoder:
 
     def expect(self, name: str, now: float) -> RequestId:
         invited = PushInfo(f"handover {name}", TOKENS, OWN, f"push ticket {name}")
-        self.consumer.expect(
-            RequestId(name), self.incarnation, Address("p-host", 5600), 1, invited, now
+        self.consumer.track(
+            RequestId(name),
+            Origin(self.incarnation, Address("p-host", 5600), 1, push_info=invited),
+            now,
         )
         return RequestId(name)
 

@@ -11,9 +11,8 @@ from kvferry.protocol.messages import (
     HandshakeRefused,
     HandshakeReply,
     HandshakeRequest,
-    OfferInfo,
     RankLayout,
-    RegionInfo,
+    TransportOffer,
 )
 from kvferry.protocol.outbox import Outbox
 from kvferry.protocol.peers import Peer, PeerSettings, PeerTable
@@ -33,7 +32,7 @@ class Book:
         settings = PeerSettings(
             factors=None,
             geometry=geometry,
-            offers=(OfferInfo("memory", "", b"us"),),
+            offers=(TransportOffer("memory", "", b"us"),),
             pinned_transports=(),
             handshake_timeout_s=5,
             engine_ttl_s=TTL_S,
@@ -50,9 +49,9 @@ class Book:
             for a in self.actions
             if isinstance(a, Send) and isinstance(a.message, HandshakeRequest)
         ]
-        region, offer = RegionInfo("l0", 0, 64, 64, 16, "DRAM", 0), OfferInfo("memory", "", b"them")
+        region, offer = Region("l0", 0, 64, 64, 16), TransportOffer("memory", "", b"them")
         layout = codec.encode_layout(
-            RankLayout(0, 1, 4, 16, "HND", 1, 8, control, [region], [offer], 1)
+            RankLayout(0, 1, 4, 16, KVLayout.HND, 1, 8, control, [region], [offer], 1)
         )
         assert (
             self.book.receive(

@@ -5,7 +5,7 @@ and never confirms a read of blocks it has freed.
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from tests.protocol.caches import no_writers, take_ended, take_replies
+from tests.protocol.caches import no_writers, producer_settings, take_ended, take_replies
 
 from kvferry.protocol.actions import Reply
 from kvferry.protocol.fingerprints import fingerprint
@@ -20,9 +20,8 @@ from kvferry.protocol.messages import (
     Refused,
 )
 from kvferry.protocol.producer.producer import Producer
-from kvferry.protocol.producer.push import ProducerSettings
 from kvferry.protocol.tickets import PushTicketKey, Ticket, TicketKey
-from kvferry.types import EngineId, Epoch, LeaseEnd, RequestId, Route
+from kvferry.types import LeaseEnd, RequestId, Route
 
 KEY = TicketKey(b"secret")
 D = Route(b"d")
@@ -30,13 +29,7 @@ A = RequestId("a")
 
 
 def make_producer() -> Producer:
-    settings = ProducerSettings(
-        engine=EngineId("p"),
-        epoch=Epoch("e1"),
-        lease_ttl_s=30,
-        lease_extension_s=20,
-        grant_wait_s=5,
-    )
+    settings = producer_settings()
     return Producer(settings, KEY, PushTicketKey(b"secret"), no_writers())
 
 
@@ -148,7 +141,7 @@ def test_readers_that_left_before_the_grant_do_not_pin_it() -> None:
 def test_a_ticket_handed_back_before_its_grant_is_remembered_while_a_reader_waits() -> None:
     producer = make_producer()
     producer.receive(D, Attach(ticket(), "d/1"), now=0)
-    producer.abandon(A)
+    producer.abandon(A, now=0)
     producer.grant(A, 1, now=1)
     assert ended(producer) == []
     producer.receive(D, Confirm("e1", "a", "d/1"), now=2)
@@ -158,12 +151,12 @@ def test_a_ticket_handed_back_before_its_grant_is_remembered_while_a_reader_wait
 def test_a_ticket_handed_back_ends_its_own_lease_and_no_later_one_of_that_name() -> None:
     producer = make_producer()
     producer.grant(A, 1, now=0)
-    producer.release_ticket(A, 1)
+    producer.release_ticket(A, 1, now=0)
     assert ended(producer) == [("a", LeaseEnd.RELEASED)]
     producer.grant(A, 2, now=1)
-    producer.release_ticket(A, 1)
+    producer.release_ticket(A, 1, now=0)
     assert ended(producer) == []
-    producer.release_ticket(A, 2)
+    producer.release_ticket(A, 2, now=0)
     assert ended(producer) == [("a", LeaseEnd.RELEASED)]
 
 
@@ -172,7 +165,7 @@ def test_a_ticket_handed_back_ends_its_lease_although_a_reader_that_hangs_is_att
     producer = make_producer()
     producer.grant(A, 1, now=0)
     producer.receive(D, Attach(ticket(), "d/1"), now=1)
-    producer.release_ticket(A, 1)
+    producer.release_ticket(A, 1, now=0)
     assert ended(producer) == [("a", LeaseEnd.RELEASED)]
     producer.receive(D, Confirm("e1", "a", "d/1"), now=2)
     [reply] = take_replies(producer.outbox)
@@ -211,7 +204,7 @@ def test_a_ticket_that_is_not_good_here_is_refused(text: str) -> None:
 def test_a_ticket_of_a_lease_that_is_over_is_refused_at_once() -> None:
     producer = make_producer()
     producer.grant(A, 1, now=0)
-    producer.abandon(A)
+    producer.abandon(A, now=0)
     producer.receive(D, Attach(ticket(), "d/1"), now=2)
     assert take_replies(producer.outbox) == [
         Reply(D, Refused("a", "d/1", "the lease has ended", 1))
@@ -335,7 +328,7 @@ class ProducerMachine(RuleBasedStateMachine):
     @rule(serial=st.integers(1, 6))
     def abandon(self, serial: int) -> None:
         if serial <= self.granted:
-            self.producer.release_ticket(RequestId(f"r{serial}"), serial)
+            self.producer.release_ticket(RequestId(f"r{serial}"), serial, self.now)
 
     @rule(seconds=st.floats(0, 20))
     def wait(self, seconds: float) -> None:
@@ -375,13 +368,10 @@ def test_a_read_is_likely_after_its_reader_came_or_said_so_but_not_after_beats_o
 ):
     producer = make_producer()
     producer.grant(A, 1, now=0)
-    assert not producer.is_reading_likely(now=0)
+    assert producer.serving_interval_s(now=0) is None
     producer.receive(D, Attach(ticket(), "d/1"), now=1)
-    assert producer.is_read_beginning(now=1.01)
-    assert not producer.is_read_beginning(now=1.5)
-    assert producer.is_reading_likely(now=1.5)
-    assert not producer.is_reading_likely(now=2)
+    assert [producer.serving_interval_s(now) for now in (1.01, 1.5, 2)] == [0.001, 0.01, None]
     producer.receive(D, Heartbeat("e1", 1, ["a"]), now=5)
-    assert not producer.is_reading_likely(now=5)
+    assert producer.serving_interval_s(now=5) is None
     producer.receive(D, Heartbeat("e1", READ_BEGINS, ["a"]), now=6)
-    assert producer.is_reading_likely(now=6)
+    assert producer.serving_interval_s(now=6) == 0.001

@@ -5,7 +5,14 @@ before the copy to the host buffer is complete, and no block is freed while it i
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
-from tests.protocol.caches import no_writers, take_actions, take_copies, take_ended, take_replies
+from tests.protocol.caches import (
+    no_writers,
+    producer_settings,
+    take_actions,
+    take_copies,
+    take_ended,
+    take_replies,
+)
 from tests.protocol.test_producer import KEY, A, D, ProducerMachine, ended, make_producer, ticket
 
 from kvferry.protocol.actions import CopyToHostBuffer, Reply
@@ -20,23 +27,15 @@ from kvferry.protocol.messages import (
     Refused,
 )
 from kvferry.protocol.producer.producer import Producer
-from kvferry.protocol.producer.push import ProducerSettings
 from kvferry.protocol.tickets import PushTicketKey
-from kvferry.types import EngineId, Epoch, LeaseEnd, RequestId, Route
+from kvferry.types import LeaseEnd, RequestId, Route
 
 E = Route(b"e")
 BLOCKS = ((3, 4), (7,))
 
 
 def make_staged() -> Producer:
-    settings = ProducerSettings(
-        engine=EngineId("p"),
-        epoch=Epoch("e1"),
-        lease_ttl_s=30,
-        lease_extension_s=20,
-        grant_wait_s=5,
-        uses_host_buffer=True,
-    )
+    settings = producer_settings(uses_host_buffer=True)
     return Producer(settings, KEY, PushTicketKey(b"secret"), no_writers())
 
 
@@ -112,7 +111,7 @@ def test_the_end_of_a_lease_is_not_reported_while_its_blocks_are_copied(how: str
     else:
         producer.receive(D, Detach("e1", "a", "d/1"), now=1)
     if how == "abandoned":
-        producer.abandon(A)
+        producer.abandon(A, now=0)
     assert (ended(producer), producer.num_leases) == ([], 1)
     producer.copied_to_host_buffer(1, None, now=2)
     assert ended(producer) == [("a", LeaseEnd.EXPIRED if how == "expired" else LeaseEnd.RELEASED)]

@@ -3,7 +3,7 @@ copied and then offered, and a withdrawn segment is not offered to any reader.
 """
 
 import pytest
-from tests.protocol.caches import no_writers, take_actions
+from tests.protocol.caches import no_writers, producer_settings, take_actions
 from tests.protocol.test_producer_push import KEY, PUSH_KEY, ROUTE, A, registration, said
 
 from kvferry.events import LeaseEnded
@@ -20,9 +20,8 @@ from kvferry.protocol.messages import (
     Refused,
 )
 from kvferry.protocol.producer.producer import Producer
-from kvferry.protocol.producer.push import ProducerSettings
 from kvferry.protocol.tickets import NO_BLOCK, Ticket, runs_from_blocks
-from kvferry.types import EngineId, Epoch, LeaseEnd
+from kvferry.types import LeaseEnd
 
 READER = "d/r/0"
 
@@ -49,14 +48,7 @@ def ticket(ready: int, serial: int = 1, blocks: tuple[int, ...] = (3, 4, 5)) -> 
 
 def make_staged() -> Producer:
     return Producer(
-        ProducerSettings(
-            engine=EngineId("p"),
-            epoch=Epoch("e1"),
-            lease_ttl_s=30,
-            lease_extension_s=20,
-            grant_wait_s=5,
-            uses_host_buffer=True,
-        ),
+        producer_settings(uses_host_buffer=True),
         KEY,
         PUSH_KEY,
         no_writers(),
@@ -214,7 +206,7 @@ def test_the_end_of_a_lease_is_reported_when_its_last_copy_has_ended(how: str) -
     if how == "expires":
         producer.advance(now=32)
     else:
-        producer.abandon(A)
+        producer.abandon(A, now=0)
     assert (producer.outbox.take_events(), producer.num_leases) == ([], 1)
     producer.copied_to_host_buffer(1, None, now=33)
     assert producer.outbox.take_events() == [

@@ -4,7 +4,7 @@ which readers a lease waits, and when the lease ends.
 
 import msgspec
 import pytest
-from tests.protocol.caches import no_writers, take_replies
+from tests.protocol.caches import no_writers, producer_settings, take_replies
 
 from kvferry.events import LeaseEnded
 from kvferry.protocol.fingerprints import fingerprint
@@ -23,9 +23,8 @@ from kvferry.protocol.messages import (
     WriteGrantInfo,
 )
 from kvferry.protocol.producer.producer import Producer
-from kvferry.protocol.producer.push import ProducerSettings
 from kvferry.protocol.tickets import PushTicket, PushTicketKey, Ticket, TicketKey
-from kvferry.types import EngineId, Epoch, LeaseEnd, RequestId, Route
+from kvferry.types import LeaseEnd, RequestId, Route
 
 KEY, PUSH_KEY = TicketKey(b"secret"), PushTicketKey(b"secret")
 A = RequestId("a")
@@ -37,13 +36,7 @@ TICKET = KEY.sign(
 
 def make_producer() -> Producer:
     return Producer(
-        ProducerSettings(
-            engine=EngineId("p"),
-            epoch=Epoch("e1"),
-            lease_ttl_s=30,
-            lease_extension_s=20,
-            grant_wait_s=5,
-        ),
+        producer_settings(),
         KEY,
         PUSH_KEY,
         no_writers(),

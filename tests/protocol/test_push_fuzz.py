@@ -9,14 +9,14 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import pytest
 from tests.protocol import test_consumer_ranks as ranks
-from tests.protocol.caches import no_writers, take_ended, take_replies
+from tests.protocol.caches import no_writers, producer_settings, take_ended, take_replies
 from tests.protocol.test_consumer import R1, SIDE, sent
 from tests.protocol.test_consumer_push import OWN, READER
 from tests.protocol.test_producer_push import KEY, PUSH_KEY, push_ticket
 
 from kvferry.events import TransferFailed, TransferFinished
 from kvferry.protocol.actions import Action, StartRead
-from kvferry.protocol.consumer.transfer import PushInfo
+from kvferry.protocol.consumer.transfer import Origin, PushInfo
 from kvferry.protocol.fingerprints import fingerprint
 from kvferry.protocol.messages import (
     Attach,
@@ -35,7 +35,6 @@ from kvferry.protocol.messages import (
     encode_layout,
 )
 from kvferry.protocol.producer.producer import Producer
-from kvferry.protocol.producer.push import ProducerSettings
 from kvferry.protocol.tickets import NO_BLOCK, Ticket
 from kvferry.types import Address, EngineId, EngineIncarnation, Epoch, PeerId, RequestId, Route
 
@@ -70,13 +69,7 @@ class ProducerLife:
     serial: int = 0
 
     def __post_init__(self) -> None:
-        settings = ProducerSettings(
-            engine=EngineId("p"),
-            epoch=Epoch("e1"),
-            lease_ttl_s=30,
-            lease_extension_s=20,
-            grant_wait_s=5,
-        )
+        settings = producer_settings()
         self.producer = Producer(
             replace(settings, peer_addresses=frozenset() if self.is_honest else frozenset({"h:1"})),
             KEY,
@@ -112,7 +105,7 @@ class ProducerLife:
         prefill = self.prefills[request]
         match self.chance.choice(["more", "withdraw", "close", "withhold", "abandon"]):
             case "abandon":
-                self.producer.abandon(request)
+                self.producer.abandon(request, self.now)
             case "more":
                 self.publish(request, 8)
             case _ if not prefill.is_open:
@@ -209,8 +202,12 @@ class ConsumerLife:
         self.has_blocks = False
         self.now = 0.0
         incarnation = EngineIncarnation(EngineId("p"), Epoch("e1"))
-        self.consumer.expect(
-            R1, incarnation, Address("p-host", 5600), 2, PushInfo("h1", TOKENS, OWN, "PT"), 0
+        self.consumer.track(
+            R1,
+            Origin(
+                incarnation, Address("p-host", 5600), 2, push_info=PushInfo("h1", TOKENS, OWN, "PT")
+            ),
+            0,
         )
         for request in sent(self.consumer.outbox.take_actions(), HandshakeRequest):
             assert isinstance(request, HandshakeRequest)

@@ -4,7 +4,7 @@ cannot fill a producer's memory.
 
 import msgspec
 import pytest
-from tests.protocol.caches import no_writers, take_ended
+from tests.protocol.caches import no_writers, producer_settings, take_ended
 from tests.protocol.test_producer_push import (
     KEY,
     PUSH_KEY,
@@ -23,9 +23,8 @@ from tests.protocol.test_push_matcher import answers
 from kvferry.protocol.messages import PushCancel, PushOffer, PushRegistration, Refused
 from kvferry.protocol.producer import push_matcher as push_desk
 from kvferry.protocol.producer.producer import Producer
-from kvferry.protocol.producer.push import ProducerSettings
 from kvferry.protocol.producer.push_matcher import PushMatcher
-from kvferry.types import EngineId, Epoch, RequestId, Route
+from kvferry.types import RequestId, Route
 
 EVIL = Route(b"evil")
 
@@ -61,14 +60,7 @@ def test_who_was_not_sent_here_for_a_prefill_neither_gets_it_nor_has_it_freed(
 
 def believing(*peers: str) -> Producer:
     producer = Producer(
-        ProducerSettings(
-            engine=EngineId("p"),
-            epoch=Epoch("e1"),
-            lease_ttl_s=30,
-            lease_extension_s=20,
-            grant_wait_s=5,
-            peer_addresses=frozenset(peers),
-        ),
+        producer_settings(peer_addresses=frozenset(peers)),
         KEY,
         PUSH_KEY,
         no_writers(),

@@ -84,7 +84,7 @@ def test_a_prefill_that_came_first_is_offered_to_every_rank_that_registers() -> 
     assert answers(matcher) == [offer(0)]
     matcher.register(route(1), registration(rank=1), now=2)
     assert answers(matcher) == [offer(1)]
-    matcher.end(P_ID, "over")
+    matcher.end(P_ID, "over", now=3)
     assert matcher.num_entries == 0
 
 
@@ -164,7 +164,7 @@ def test_a_registration_whose_prefill_leg_has_arrived_waits_for_it(
     assert refusals(matcher) == []
     matcher.publish(P_ID, match_id, "T", 8)
     assert answers(matcher) == [offer()]
-    matcher.end(P_ID, "over")
+    matcher.end(P_ID, "over", now=3)
     matcher.advance(now=LEASE_S + 1)
     matcher.advance(now=2 * LEASE_S + 1)
     assert matcher.num_entries == 0
@@ -262,7 +262,7 @@ def test_a_registration_lives_by_its_heartbeats() -> None:
 def test_who_comes_after_the_lease_of_its_prefill_has_run_out_is_told() -> None:
     matcher = PushMatcher(LEASE_S)
     matcher.publish(P_ID, "h1", "T", 8)
-    matcher.end(P_ID, "the prefill's lease expired before the reader arrived")
+    matcher.end(P_ID, "the prefill's lease expired before the reader arrived", now=30)
     matcher.advance(now=30)
     matcher.register(route(), registration(match_id="h1"), now=31)
     assert refusals(matcher) == ["the prefill's lease expired before the reader arrived"]
@@ -272,7 +272,7 @@ def test_who_comes_when_the_end_of_its_prefill_is_forgotten_is_told_that_this_ma
     """A D that was paused for longer than the lease registers late."""
     matcher = PushMatcher(LEASE_S, leg_wait_s=20)
     matcher.publish(P_ID, "h1", "T", 8)
-    matcher.end(P_ID, "the lease has expired")
+    matcher.end(P_ID, "the lease has expired", now=0)
     matcher.advance(now=0)
     matcher.advance(now=LEASE_S)
     assert matcher.num_entries == 0
@@ -398,7 +398,7 @@ class DeskMachine(RuleBasedStateMachine):
 
     @rule(request=NAMES)
     def end_lease(self, request: str) -> None:
-        self.matcher.end(RequestId(request), "over")
+        self.matcher.end(RequestId(request), "over", self.now)
         self.forget(request)
 
     def forget(self, request: str) -> None:
@@ -449,7 +449,7 @@ class DeskMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for request in list(self.published):
-            self.matcher.end(request, "over")
+            self.matcher.end(request, "over", self.now)
         self.matcher.advance(self.now)
         self.matcher.advance(self.now + 10 * LEASE_S)
         assert self.matcher.num_entries == 0

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.protocol.caches import take_actions, take_replies
+from tests.protocol.caches import producer_settings, take_actions, take_replies
 from tests.protocol.test_consumer import PEER, SIDE, connect, make_consumer
 
 from kvferry.protocol.actions import StartWrite, StopWrite
@@ -18,7 +18,6 @@ from kvferry.protocol.messages import (
     OLDEST_WIRE_VERSION,
     HandshakeRefused,
     PushRegistration,
-    RegionInfo,
     Revoke,
     Revoked,
     WriteFailed,
@@ -26,9 +25,9 @@ from kvferry.protocol.messages import (
     Written,
 )
 from kvferry.protocol.outbox import Outbox
-from kvferry.protocol.producer.push_writer import Landed, PushWriter, WriterSettings
+from kvferry.protocol.producer.push_writer import Landed, PushWriter
 from kvferry.protocol.tickets import Ticket
-from kvferry.types import EngineId, RequestId, Route
+from kvferry.types import EngineId, Region, RequestId, Route
 
 READER, ROUTE = "p/r/0", Route(b"route")
 A = RequestId("a")
@@ -61,7 +60,7 @@ class Side:
     def __init__(self, group: int = 0) -> None:
         self.consumer: Consumer = make_consumer(group=group)
         self.writers = PushWriter(
-            WriterSettings(engine=EngineId("us"), write_timeout_s=20, max_lease_ttl_s=120),
+            producer_settings(engine=EngineId("us"), write_timeout_s=20),
             self.consumer.peers,
             Outbox(),
         )
@@ -77,7 +76,7 @@ class Side:
         return self
 
     def offer(self, ready: int, is_over: bool = False, serial: int = 1, now: float = 1) -> "Side":
-        self.writers.offer(READER, A, ticket(serial), ready, is_over, now)
+        self.writers.offer(READER, ticket(serial), ready, is_over, now)
         return self
 
     def started(self) -> StartWrite:
@@ -188,7 +187,7 @@ def test_what_cannot_be_written_is_told(changes: dict[str, Any], reason: str) ->
 @pytest.mark.parametrize("needed_from", [[], [0]])
 def test_a_lease_without_blocks_of_a_group_is_not_written(needed_from: list[int]) -> None:
     side = Side(group=1).register(write=msgspec.structs.replace(LEASE, needed_from=needed_from))
-    connect(side.consumer, regions=[RegionInfo("l0", 0, 64, 64, 16, "DRAM", 0, group=1)])
+    connect(side.consumer, regions=[Region("l0", 0, 64, 64, 16, group=1)])
     side.offer(8)
     assert [type(message) for message in side.said()] == [WriteFailed]
 

@@ -28,6 +28,7 @@ from kvferry.events import (
 )
 from kvferry.protocol.actions import StartRead
 from kvferry.protocol.consumer.consumer import Consumer
+from kvferry.protocol.consumer.transfer import Origin
 from kvferry.protocol.messages import (
     Attach,
     Confirmed,
@@ -44,7 +45,7 @@ READY = Ready("a", "d/r1/0")
 
 def asking() -> Consumer:
     consumer = make_consumer()
-    consumer.track_optional(R1, ticket(), "T1", now=0)
+    consumer.track(R1, Origin.of(ticket(), "T1", is_optional=True), now=0)
     assert sent(connect(consumer), Attach) == [Attach("T1", "d/r1/0", "memory", wants_ready=True)]
     assert consumer.outbox.take_events() == []
     return consumer
@@ -106,12 +107,12 @@ def test_a_keeper_that_does_not_answer_is_done_without() -> None:
 
 def test_one_that_cannot_be_reached_is_done_without_at_once_the_second_time() -> None:
     consumer = make_consumer()
-    consumer.track_optional(R1, ticket(), "T1", now=0)
+    consumer.track(R1, Origin.of(ticket(), "T1", is_optional=True), now=0)
     consumer.advance(now=5)
     events = consumer.outbox.take_events()
     assert [type(event) for event in events] == [HandshakeFailed, ReservationRefused]
     consumer.settle(R1, now=5)
-    consumer.track_optional(R1, ticket(), "T1", now=5)
+    consumer.track(R1, Origin.of(ticket(), "T1", is_optional=True), now=5)
     assert refused(consumer)
 
 
@@ -157,8 +158,10 @@ class PromiseMachine(ConsumerMachine):
     def track_optional(self) -> None:
         self.count += 1
         self.unsure.add(RequestId(f"r{self.count}"))
-        self.consumer.track_optional(
-            RequestId(f"r{self.count}"), ticket(f"a{self.count}", self.count), "T", self.now
+        self.consumer.track(
+            RequestId(f"r{self.count}"),
+            Origin.of(ticket(f"a{self.count}", self.count), "T", is_optional=True),
+            self.now,
         )
 
     @rule(request=ConsumerMachine.requests)

@@ -18,10 +18,9 @@ from kvferry.protocol.planning.geometry import (
     Geometry,
     check_geometry,
     geometry_from_layout,
-    region_info,
 )
 from kvferry.protocol.planning.heads import heads_of, rank_mappings
-from kvferry.protocol.planning.plan import check_state_boundary, plan_permutations, plan_read
+from kvferry.protocol.planning.plan import check_prefill, plan_permutations, plan_read
 from kvferry.protocol.tickets import NO_BLOCK
 from kvferry.types import AxisKind, KVLayout, Region
 
@@ -180,11 +179,11 @@ def test_a_state_that_the_producer_does_not_hold_is_refused(theirs: list[int]) -
 
 def test_states_after_another_number_of_tokens_are_refused() -> None:
     geometry = Side(0, 1, 4, 1).geometry
-    check_state_boundary(geometry, 8, 8)
+    check_prefill(geometry, 8, 8, 8)
     with pytest.raises(RemoteProtocolError, match="after 9 tokens, but the states after 8 tokens"):
-        check_state_boundary(geometry, 9, 8)
+        check_prefill(geometry, 9, 8, 8)
     without = replace(geometry, regions=geometry.regions[:1])
-    check_state_boundary(without, 9, 8)
+    check_prefill(without, 9, 8, 8)
 
 
 def altered(geometry: Geometry, **changes: Any) -> Geometry:
@@ -211,11 +210,11 @@ def layout_of(geometry: Geometry) -> RankLayout:
         geometry.tp_size,
         geometry.block_size,
         geometry.num_blocks,
-        str(geometry.layout),
+        geometry.layout,
         geometry.num_kv_heads,
         geometry.head_dim,
         "tcp://127.0.0.1:1",
-        [region_info(region) for region in geometry.regions],
+        list(geometry.regions),
         [],
         geometry.total_kv_heads,
     )

@@ -1,21 +1,17 @@
 from kvferry.events import TransferTimes
-from kvferry.protocol.consumer.context import TransferTimings
 from kvferry.protocol.consumer.states import TransferEvent as E
-from kvferry.protocol.consumer.states import TransferState, next_state
-from kvferry.types import RequestId
+from kvferry.protocol.consumer.states import next_state
+from kvferry.protocol.consumer.transfer import Origin, Transfer
+from kvferry.types import Address, EngineId, EngineIncarnation, Epoch, RequestId
 
-R = RequestId("r")
 
-
-def timed(*story: tuple[E, float]) -> TransferTimes | None:
-    watches, state = TransferTimings(), TransferState.TRACKED
-    watches.start(R, 1.0)
+def timed(*story: tuple[E, float]) -> TransferTimes:
+    origin = Origin(EngineIncarnation(EngineId("p"), Epoch("e1")), Address("p-host", 5600), 1)
+    transfer = Transfer(RequestId("r"), "d/r/0", origin, TransferTimes(1.0))
     for event, now in story:
-        state = next_state(state, event)
-        watches.note(R, event, state, now)
-    times = watches.stop(R)
-    assert len(watches) == 0
-    return times
+        transfer.state = next_state(transfer.state, event)
+        transfer.note_time(event, now)
+    return transfer.times
 
 
 def test_a_pull_whose_peer_was_ready_before_its_blocks() -> None:
@@ -68,9 +64,3 @@ def test_trouble_leaves_what_had_been_reached() -> None:
     assert timed(
         (E.PEER_READY, 2.0), (E.PEER_LOST, 3.0), (E.BLOCKS_ALLOCATED, 4.0)
     ) == TransferTimes(1.0, 2.0, 4.0)
-
-
-def test_an_unknown_pull_is_nobody_s() -> None:
-    watches = TransferTimings()
-    watches.note(R, E.PEER_READY, TransferState.READY, 1.0)
-    assert watches.stop(R) is None

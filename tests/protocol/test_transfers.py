@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from kvferry.errors import LocalProtocolError
 from kvferry.protocol.consumer.receiving import ON_ENTER
 from kvferry.protocol.consumer.states import (
-    FINAL,
     IGNORED,
     TRANSITIONS,
     TransferEvent,
     TransferState,
     next_state,
 )
+
+FINAL = frozenset({TransferState.DONE, TransferState.FAILED, TransferState.ENDED})
 
 FAILURE_EVENTS = (
     TransferEvent.REFUSED,

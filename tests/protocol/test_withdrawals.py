@@ -16,7 +16,7 @@ from tests.protocol.test_consumer import (
     reply,
     sent,
 )
-from tests.protocol.test_consumer_push import OWN, READER, expect
+from tests.protocol.test_consumer_push import OWN, READER, expect, pushed_by
 from tests.protocol.test_consumer_streaming import WHOLE, ended, offer, waiting
 
 from kvferry.events import HandshakeFailed
@@ -32,16 +32,13 @@ from kvferry.protocol.messages import (
     PushWithdrawal,
     Ready,
 )
-from kvferry.types import Address, EngineIncarnation
 
 
 def reading_from_two_ranks() -> Consumer:
     """Return a consumer that reads a prompt of 8 tokens, which both ranks have offered in full."""
     consumer = ranks.make_consumer()
     push_info = PushInfo("h1", fingerprint(range(8), 4, ""), OWN, "PT")
-    consumer.expect(
-        R1, EngineIncarnation(PEER.engine, PEER.epoch), Address("p-host", 5600), 2, push_info, 0
-    )
+    consumer.track(R1, pushed_by(PEER.epoch, push_info, tp_size=2), 0)
     ranks.connect(consumer, 2)
     consumer.start(R1, [[5, 6]], range(0, 8), now=0)
     for rank in (0, 1):

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from kvferry.cli.tracing import find_traces_endpoint
-from kvferry.config.tracing import traces_endpoint
+from kvferry.config.environment import traces_endpoint
 from kvferry.errors import ConfigError
 
 URL = "http://localhost:4318"

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from tests.worker.world import BLOCK_SIZE, LAYERS, NUM_BLOCKS, SECRET, Place, Side
 
 from kvferry.events import BytesMoved, Event, LeaseEnded, TransferFailed, TransferFinished
+from kvferry.protocol.consumer.transfer import PushInfo
 from kvferry.protocol.fingerprints import Fingerprint, fingerprint
 from kvferry.protocol.tickets import (
     NO_BLOCK,
@@ -354,16 +355,16 @@ class PushWorld:
     def expect(self, match_id: str, prompt: int, num_tokens: int) -> Load:
         load = Load(f"d{len(self.loads)}-{match_id}", match_id, prompt, num_tokens)
         self.loads[load.request] = load
-        ticket = PushTicketKey(SECRET).sign(
-            PushTicket(match_id, "p", self.p[0].epoch, "memory", 1000, self.p_size)
-        )
+        ticket = PushTicket(match_id, "p", self.p[0].epoch, "memory", 1000, self.p_size)
+        tokens, own = tokens_of(prompt, num_tokens), Address("memory", 1001)
         self.tell(
             self.d,
             RegisterForPush(
                 RequestId(load.request),
-                ticket,
-                tokens_of(prompt, num_tokens),
-                Address("memory", 1001),
+                ticket.incarnation,
+                ticket.address,
+                ticket.tp_size,
+                PushInfo(match_id, tokens, own, PushTicketKey(SECRET).sign(ticket)),
             ),
         )
         return load

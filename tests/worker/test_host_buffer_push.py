@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from tests.worker.world import LAYERS, Place, World
 
+from kvferry.protocol.producer.producer import Producer
 from kvferry.transports.host_buffer import host as mirror
 from kvferry.types import RequestId
 from kvferry.worker.commands import (
@@ -19,7 +20,6 @@ from kvferry.worker.commands import (
     WithdrawStream,
     WorkerCommand,
 )
-from kvferry.worker.worker import PostponedCommands
 
 A = RequestId("a")
 OURS = [3, 4]
@@ -93,7 +93,7 @@ def test_without_the_wait_the_copy_would_overwrite_what_was_loaded(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The negative control of the comparison above."""
-    monkeypatch.setattr(PostponedCommands, "postpones", lambda postponed, command: False)
+    monkeypatch.setattr(Producer, "is_copying", lambda producer, blocks: False)
     content = known_to(world)
     copying(world)
     preempt_and_load(world)

@@ -13,12 +13,12 @@ from kvferry.protocol import messages as codec
 from kvferry.protocol.consumer.context import ConsumerSettings
 from kvferry.protocol.fingerprints import fingerprint
 from kvferry.protocol.handshake import ServedEngine, answer
-from kvferry.protocol.messages import HandshakeRequest, OfferInfo, RankLayout
+from kvferry.protocol.messages import HandshakeRequest, RankLayout, TransportOffer
 from kvferry.protocol.peers import PeerSettings
 from kvferry.protocol.planning.axes import dense_axes
-from kvferry.protocol.planning.geometry import Geometry, region_info
+from kvferry.protocol.planning.geometry import Geometry
 from kvferry.protocol.planning.heads import heads_of
-from kvferry.protocol.producer.push import ProducerSettings
+from kvferry.protocol.producer.push_writer import ProducerSettings
 from kvferry.protocol.tickets import Ticket, TicketKey, runs_from_blocks
 from kvferry.testing.local import ManualClock
 from kvferry.transports.base import ControlTransport, DataTransport, Received
@@ -96,7 +96,7 @@ class Side:
             MemoryControlTransport(network),
         )
         made = self.transport.offer()
-        offers = (OfferInfo(made.transport, made.reach, made.blob),)
+        offers = (TransportOffer(made.transport, made.reach, made.blob),)
         geometry = Geometry(
             place.tp_rank,
             place.tp_size,
@@ -113,11 +113,11 @@ class Side:
             place.tp_size,
             BLOCK_SIZE,
             NUM_BLOCKS,
-            str(place.layout),
+            place.layout,
             len(place.heads),
             8,
             self.control.address,
-            [region_info(region) for region in regions],
+            list(regions),
             list(offers),
             place.total_heads,
             place.uses_host_buffer,

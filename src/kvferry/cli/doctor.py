@@ -61,8 +61,7 @@ from kvferry.cli.findings import (
     vllm_finding,
 )
 from kvferry.config import ClusterSecret, SideChannelConfig, ignored_variables
-from kvferry.config.private_files import runtime_directory
-from kvferry.config.secret import FILE_NAME
+from kvferry.config.secret import FILE_NAME, runtime_directory
 from kvferry.errors import ConfigError
 from kvferry.tiers.pool.reader import list_segments
 from kvferry.tiers.pool.segment_files import check_folder, default_folder

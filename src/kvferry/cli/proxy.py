@@ -19,7 +19,7 @@ from kvferry.cli.runtime import add_log_arguments, log_settings
 from kvferry.cli.tracing import add_traces_argument, find_traces_endpoint
 from kvferry.config import ClusterSecret, SideChannelConfig
 from kvferry.config.fields import Port
-from kvferry.config.private_files import (
+from kvferry.config.secret import (
     read_or_make_private_file,
     read_private_file,
     runtime_directory,

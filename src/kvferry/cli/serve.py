@@ -29,7 +29,7 @@ from kvferry.config import (
     kv_cache_layout_from_environment,
 )
 from kvferry.config.fields import Port
-from kvferry.config.private_files import read_private_file
+from kvferry.config.secret import read_private_file
 from kvferry.config.side_channel import is_wildcard
 from kvferry.connectors.factory import KVConnectorFactory
 from kvferry.engine.client import EngineClient

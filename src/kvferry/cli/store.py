@@ -18,8 +18,7 @@ from kvferry.cli.arguments import Parser, parse_path
 from kvferry.cli.extras import check_extra
 from kvferry.cli.runtime import stop_signals
 from kvferry.config import ClusterSecret, ObjectTierConfig
-from kvferry.config.private_files import runtime_directory
-from kvferry.config.secret import FILE_NAME, FILE_VARIABLE, TEXT_VARIABLE
+from kvferry.config.secret import FILE_NAME, FILE_VARIABLE, TEXT_VARIABLE, runtime_directory
 from kvferry.errors import ConfigError
 from kvferry.logs import one_line
 from kvferry.tiers.inventory.base import Inventory, NamespaceSummary

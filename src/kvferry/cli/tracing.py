@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from kvferry.cli.arguments import Parser
 from kvferry.cli.extras import check_extra
-from kvferry.config.tracing import TRACES_FLAG, is_http_protocol, traces_endpoint
+from kvferry.config.environment import TRACES_FLAG, is_http_protocol, traces_endpoint
 from kvferry.errors import ConfigError, MissingDependency
 
 _log = logging.getLogger(__name__)

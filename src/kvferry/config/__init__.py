@@ -16,6 +16,7 @@ from kvferry.config.extra import (
     FreeExtraConfig,
     MooncakeExtraConfig,
     NixlExtraConfig,
+    P2pNcclExtraConfig,
     register_extra_config,
 )
 from kvferry.config.offloading import (
@@ -26,7 +27,6 @@ from kvferry.config.offloading import (
     OffloadingExtraConfig,
     TierConfig,
 )
-from kvferry.config.p2p_nccl import P2pNcclExtraConfig
 from kvferry.config.secret import ClusterSecret
 from kvferry.config.side_channel import SideChannelConfig, is_loopback
 from kvferry.config.transfer import (

@@ -7,15 +7,19 @@ seconds. The docstrings under the fields are copied into docs/configuration.md a
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from msgspec import Meta
 
 from kvferry.config.fields import (
     Amount,
+    Bytes,
     Count,
     Flag,
     LeaseSeconds,
     Natural,
     Number,
+    Port,
     Seconds,
     Settings,
     Text,
@@ -23,6 +27,7 @@ from kvferry.config.fields import (
     check_choice,
     check_fields,
     nearest,
+    read_number,
     refuse_unknown_keys,
     shown,
     span,
@@ -66,6 +71,9 @@ class NixlExtraConfig(ExtraConfig):
 
     The class has more fields than the style allows because the JSON is one flat table.
     """
+
+    needs_shared_cache: ClassVar[bool] = False
+    """Whether peers read KV only in memory that kvferry has allocated."""
 
     backends: Texts = ("UCX",)
     """The NIXL plugins to start, for example UCX or LIBFABRIC; `kvferry doctor` lists the available
@@ -182,11 +190,6 @@ class NixlExtraConfig(ExtraConfig):
                 )
 
     @property
-    def needs_shared_cache(self) -> bool:
-        """Whether peers read KV only in memory that kvferry has allocated."""
-        return False
-
-    @property
     def lease_extension_s(self) -> float:
         """How much one heartbeat extends a lease: two thirds of the lease, in whole seconds if the
         lease has at least 3 s.
@@ -222,6 +225,8 @@ class NixlExtraConfig(ExtraConfig):
 class MooncakeExtraConfig(NixlExtraConfig):
     """Settings of MooncakeConnector: those below, and those of NixlConnector."""
 
+    needs_shared_cache: ClassVar[bool] = True
+
     mooncake_protocol: Text = "tcp"
     """How Mooncake moves bytes: tcp or rdma."""
     num_workers: Annotated[int, span("a whole number", 1, 256)] = 10
@@ -237,16 +242,102 @@ class MooncakeExtraConfig(NixlExtraConfig):
         super().__post_init__()
         check_choice("mooncake_protocol", self.mooncake_protocol, MOONCAKE_PROTOCOLS)
 
-    @property
-    def needs_shared_cache(self) -> bool:
-        return True
-
     def _check_transports(self) -> None:
         if self.transports != ("mooncake",):
             raise ConfigError(
                 "transports is always mooncake with kv_connector MooncakeConnector; remove it, or "
                 "use NixlConnector"
             )
+
+
+# -- P2pNcclConnector --
+# Its settings have the names that vLLM's former connector used.
+
+
+SEND_TYPES = ("PUT", "GET", "PUT_ASYNC")
+BACKENDS = ("gloo", "nccl")
+NUMBERS = (
+    "proxy_port",
+    "http_port",
+    "nccl_num_channels",
+    "mem_pool_size_gb",
+    "kv_buffer_size",
+)
+"""Settings that vLLM's examples write as text."""
+GiB = 1 << 30
+
+Gibibytes = Annotated[float, Meta(gt=0, le=1 << 20, description="a number of GiB above 0")]
+
+
+@dataclass(frozen=True)
+class P2pNcclExtraConfig(NixlExtraConfig):
+    """Settings of P2pNcclConnector, in addition to those of NixlConnector."""
+
+    send_type: Text = "PUT_ASYNC"
+    """PUT or PUT_ASYNC: P sends the blocks while it computes the prompt, as NixlPushConnector does;
+    both never make P wait. GET: D fetches the blocks after P has computed the prompt, as
+    NixlConnector does.
+    """
+    backend: Text | None = None
+    """null: the bytes move as with NixlConnector. gloo, or nccl between different GPUs: they move
+    in process groups of torch.distributed (the transport dist), only in a network that you trust:
+    see docs/p2p-nccl.md.
+    """
+    mem_pool_size_gb: Gibibytes = 32.0
+    """With a backend: the most memory for staging buffers of a cache in host memory, in GiB;
+    allocated when needed, 16 MiB at a time.
+    """
+    kv_buffer_size: Bytes = 1e9
+    """With a backend: the most memory for staging buffers of a cache on a GPU, in bytes; allocated
+    when needed, 16 MiB at a time.
+    """
+    nccl_num_channels: Natural = 0
+    """With backend nccl: the number of channels of each group; 0: NCCL decides."""
+    proxy_ip: Text | None = None
+    """The host of the kvferry router with which this engine registers; null: the engine does not
+    register. Needs proxy_port, and kv_role kv_producer (prefill) or kv_consumer (decode).
+    """
+    proxy_port: Port = 0
+    """The HTTP port of that router."""
+    http_port: Port = 0
+    """The port of this engine's HTTP server, at which the router reaches it. Needed in vLLM; the
+    embedded engine knows its port.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key, known in (("send_type", SEND_TYPES), ("backend", BACKENDS)):
+            value = getattr(self, key)
+            if value is not None:
+                check_choice(key, value, known)
+        if self.backend is not None and not self.transports:
+            object.__setattr__(self, "transports", ("dist",))
+        if self.proxy_ip is not None and not self.proxy_port:
+            raise ConfigError("proxy_port is missing; proxy_ip needs it: the router's HTTP port")
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any], connector: str) -> Self:
+        texts = {key: mapping[key] for key in NUMBERS if isinstance(mapping.get(key), str)}
+        numbers = {key: read_number(text) for key, text in texts.items()}
+        return super().from_mapping({**mapping, **numbers}, connector)
+
+    @property
+    def transfer_mode(self) -> Literal["pull", "push"]:
+        return "pull" if self.send_type == "GET" else "push"
+
+    @property
+    def router_url(self) -> str | None:
+        """The router with which the engine registers."""
+        if self.proxy_ip is None:
+            return None
+        return f"http://{Address(self.proxy_ip.strip('[]'), self.proxy_port)}"
+
+    @property
+    def mem_pool_bytes(self) -> int:
+        return int(self.mem_pool_size_gb * GiB)
+
+
+# -- small connectors --
 
 
 @dataclass(frozen=True)
@@ -278,6 +369,7 @@ _CLASSES: dict[str, type[ExtraConfig]] = {
     "NixlConnector": NixlExtraConfig,
     "NixlPullConnector": NixlExtraConfig,
     "NixlPushConnector": NixlExtraConfig,
+    "P2pNcclConnector": P2pNcclExtraConfig,
 }
 
 

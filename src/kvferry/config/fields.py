@@ -54,6 +54,10 @@ def span(what: str, low: float, high: float) -> Meta:
     return Meta(ge=low, le=high, description=f"{what} from {low} to {high}")
 
 
+def at_least(what: str, low: float, high: float = LARGEST_INT) -> Meta:
+    return Meta(ge=low, le=high, description=f"{what} of at least {low}")
+
+
 def sized(what: str, low: int, high: int = LARGEST_INT) -> Meta:
     """The limits of a kind of number that may be written with a unit: see `read_size`."""
     ends = f"from {low} to {high}" if high < LARGEST_INT else f"of at least {low}"
@@ -61,26 +65,19 @@ def sized(what: str, low: int, high: int = LARGEST_INT) -> Meta:
 
 
 Flag = Annotated[bool, Meta(description="true or false")]
-Count = Annotated[int, Meta(ge=1, le=LARGEST_INT, description="a whole number of at least 1")]
-Natural = Annotated[int, Meta(ge=0, le=LARGEST_INT, description="a whole number of at least 0")]
+Count = Annotated[int, at_least("a whole number", 1)]
+Natural = Annotated[int, at_least("a whole number", 0)]
 Port = Annotated[int, span("a port number", 0, 65535)]
 Share = Annotated[float, span("a number", 0, 1)]
 Number = Annotated[float, Meta(ge=-LARGEST_SECONDS, le=LARGEST_SECONDS, description="a number")]
-Amount = Annotated[float, Meta(ge=0, le=LARGEST_SECONDS, description="a number of at least 0")]
+Amount = Annotated[float, at_least("a number", 0, LARGEST_SECONDS)]
 Seconds = Annotated[
     float, Meta(gt=0, le=LARGEST_SECONDS, description="a number of seconds above 0")
 ]
 Timeout = Annotated[float, span("a number of seconds", 0, 86_400)]
 """Event loops accept no timers that are much longer."""
 Bytes = Annotated[float, Meta(ge=0, le=LARGEST_INT, description="a number of bytes")]
-LeaseSeconds = Annotated[
-    float,
-    Meta(
-        ge=MIN_LEASE_SECONDS,
-        le=LARGEST_SECONDS,
-        description=f"a number of seconds of at least {MIN_LEASE_SECONDS}",
-    ),
-]
+LeaseSeconds = Annotated[float, at_least("a number of seconds", MIN_LEASE_SECONDS, LARGEST_SECONDS)]
 Text = Annotated[
     str,
     Meta(

@@ -32,12 +32,6 @@ class SideChannelConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in ("bind_host", "advertised_host"):
-            if not _is_host(getattr(self, name)):
-                raise ConfigError(
-                    f"{name} is {shown(getattr(self, name))}, which is not a host; use an address "
-                    "or a host name"
-                )
         if is_wildcard(self.advertised_host):
             raise ConfigError(
                 f"advertised_host is {self.advertised_host}, which no peer can dial; use this "

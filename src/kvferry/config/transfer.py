@@ -6,7 +6,8 @@ The docstrings under the fields are copied into docs/configuration.md and into h
 
 import dataclasses
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Annotated, Any, Self, get_type_hints
@@ -16,7 +17,7 @@ from msgspec import Meta
 from kvferry.config.extra import (
     ExtraConfig,
     FreeExtraConfig,
-    NixlExtraConfig,
+    P2pNcclExtraConfig,
     extra_config_class,
     register_extra_config,
 )
@@ -34,7 +35,6 @@ from kvferry.config.fields import (
     refuse_unknown_keys,
     shown,
 )
-from kvferry.config.p2p_nccl import P2pNcclExtraConfig
 from kvferry.errors import ConfigError
 from kvferry.types import FailurePolicy
 
@@ -120,18 +120,21 @@ class KVTransferConfig:
                 f"engine_id is {shown(self.engine_id)}, which has spaces or unprintable "
                 "characters; remove them"
             )
-        # Errors from inside start with the key; `_Prefixed` adds the path in front.
-        with_path = _Prefixed("kv_connector_extra_config.")
-        with with_path:
+        with _prefixed("kv_connector_extra_config."):
             extra = self._extra_class().from_mapping(
                 self.kv_connector_extra_config, self.kv_connector
             )
         if isinstance(extra, MultiExtraConfig):
             extra = extra.under(self)
-        if isinstance(extra, NixlExtraConfig):
-            self._check_nixl(extra)
-        if isinstance(extra, P2pNcclExtraConfig):
-            self._check_p2p_nccl(extra)
+        if (
+            isinstance(extra, P2pNcclExtraConfig)
+            and extra.proxy_ip is not None
+            and self.kv_role is KVRole.BOTH
+        ):
+            raise ConfigError(
+                "kv_connector_extra_config.proxy_ip registers this engine with a router for one "
+                "role, but kv_role is kv_both; set kv_role to kv_producer or kv_consumer"
+            )
         object.__setattr__(self, "extra", extra)
 
     @classmethod
@@ -171,20 +174,6 @@ class KVTransferConfig:
             if path is None or path.split(".")[0] == OWN_PACKAGE
             else FreeExtraConfig
         )
-
-    def _check_nixl(self, extra: NixlExtraConfig) -> None:
-        object.__setattr__(
-            self,
-            "enable_permute_local_kv",
-            self.enable_permute_local_kv or extra.enable_permute_local_kv,
-        )
-
-    def _check_p2p_nccl(self, extra: P2pNcclExtraConfig) -> None:
-        if extra.proxy_ip is not None and self.kv_role is KVRole.BOTH:
-            raise ConfigError(
-                "kv_connector_extra_config.proxy_ip registers this engine with a router for one "
-                "role, but kv_role is kv_both; set kv_role to kv_producer or kv_consumer"
-            )
 
 
 @dataclass(frozen=True)
@@ -275,10 +264,9 @@ def _parts_of(role: KVRole) -> tuple[KVRole, ...]:
 
 
 def _child(index: int, child: object) -> KVTransferConfig:
-    with _Prefixed(f"connectors[{index}]"):
-        if not isinstance(child, Mapping):
-            raise ConfigError(f" must be an object, got {shown(child)}")
-    with _Prefixed(f"connectors[{index}]."):
+    if not isinstance(child, Mapping):
+        raise ConfigError(f"connectors[{index}] must be an object, got {shown(child)}")
+    with _prefixed(f"connectors[{index}]."):
         if "engine_id" in child:
             raise ConfigError(
                 "engine_id cannot be set here, because all connectors of a MultiConnector share "
@@ -292,15 +280,10 @@ def _child(index: int, child: object) -> KVTransferConfig:
         return KVTransferConfig.from_mapping(child)
 
 
-@dataclass(frozen=True, slots=True)
-class _Prefixed:
-    """Prefixes the key at the start of a `ConfigError` raised inside the block with the path."""
-
-    path: str
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, ConfigError):
-            raise type(error)(f"{self.path}{error}") from None
+@contextmanager
+def _prefixed(path: str) -> Iterator[None]:
+    """Put the path in front of the key with which a `ConfigError` from inside starts."""
+    try:
+        yield
+    except ConfigError as error:
+        raise type(error)(f"{path}{error}") from None

@@ -8,10 +8,16 @@ code, named in the docstring of the action. Pure.
 from dataclasses import dataclass
 
 from kvferry.protocol.handshake import TransportChoice
-from kvferry.protocol.messages import HandshakeRequest, OfferInfo, PushOffer, RankReply, ToProducer
+from kvferry.protocol.messages import (
+    HandshakeRequest,
+    PushOffer,
+    RankReply,
+    ToProducer,
+    TransportOffer,
+)
 from kvferry.protocol.planning.geometry import Geometry
 from kvferry.protocol.planning.plan import BlockPermutation, Segments
-from kvferry.types import PeerId, RequestId, Route
+from kvferry.types import BlockIds, PeerId, RequestId, Route
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +56,7 @@ class OpenPeer:
 
     peer: PeerId
     geometry: Geometry
-    offers: tuple[OfferInfo, ...]
+    offers: tuple[TransportOffer, ...]
     candidates: tuple[TransportChoice, ...]
 
 
@@ -86,7 +92,7 @@ class GrantWrites:
 
     transport: str
     grant_id: int
-    blocks: tuple[tuple[int, ...], ...]
+    blocks: BlockIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +138,7 @@ class PlaceBlocks:
 
     request: RequestId
     permutations: tuple[BlockPermutation, ...]
-    blocks: tuple[tuple[int, ...], ...] = ()
+    blocks: BlockIds = ()
     """By group: blocks to copy from the host buffer to the engine's memory; empty without a host
     buffer.
     """
@@ -146,7 +152,7 @@ class CopyToHostBuffer:
     """
 
     request: RequestId
-    blocks: tuple[tuple[int, ...], ...]
+    blocks: BlockIds
     copy: int
     """Number of the copy. A request may have several copies, and the copies of a withdrawn lease
     do not count.

@@ -27,8 +27,8 @@ from kvferry.protocol.messages import (
     HandshakeRefused,
     HandshakeReply,
     HandshakeRequest,
-    OfferInfo,
     RankLayout,
+    TransportOffer,
     decode_layout,
 )
 from kvferry.types import EngineId, Epoch
@@ -128,7 +128,7 @@ def check_reply(
 
 
 def candidate_transports(
-    ours: Iterable[OfferInfo], theirs: Iterable[OfferInfo], pinned: Sequence[str]
+    ours: Iterable[TransportOffer], theirs: Iterable[TransportOffer], pinned: Sequence[str]
 ) -> list[TransportChoice]:
     """Return the transports available on both sides with equal `reach`, best first.
 

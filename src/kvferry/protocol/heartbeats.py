@@ -5,16 +5,16 @@ decides which peer is due a heartbeat, for which leases, and which peers have st
 Pure: the caller passes `now` (local monotonic seconds).
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import Generic, TypeVar
 
 from kvferry.types import RequestId
 
-K = TypeVar("K", bound=str | int)
+K = TypeVar("K", bound=str | int | tuple[str, str])
 _MAX_STALE = 64
-"""The heap may hold this many stale entries before a rebuild is considered."""
+"""Up to this many stale entries of a heap are handled one by one; beyond that it is rebuilt."""
 
 
 def earliest(*deadlines: float | None) -> float | None:
@@ -27,10 +27,14 @@ class Deadlines(Generic[K]):
     """One deadline per key, in a heap with lazy removal.
 
     An entry whose deadline was moved or dropped stays in the heap until the entry reaches the top,
-    or until stale entries outnumber the live entries.
+    or until stale entries outnumber the live entries. `extend` does not touch the heap: the entry
+    moves when it is due (docs/decisions/019-many-leases.md).
     """
 
     _at: dict[K, float] = field(default_factory=dict, init=False)
+    """The time of each key's live entry."""
+    _extended: dict[K, float] = field(default_factory=dict, init=False)
+    """Deadlines that are later than the live entry."""
     _heap: list[tuple[float, K]] = field(default_factory=list, init=False)
 
     def __len__(self) -> int:
@@ -41,32 +45,59 @@ class Deadlines(Generic[K]):
         """Size of the heap, stale entries included: at most about twice the deadlines."""
         return len(self._heap)
 
+    def get(self, key: K) -> float | None:
+        return self._extended.get(key, self._at.get(key))
+
     def set(self, key: K, at: float) -> None:
         """Set the deadline of a key; replaces an earlier deadline of the same key."""
+        self._extended.pop(key, None)
         self._at[key] = at
         heappush(self._heap, (at, key))
         if len(self._heap) > 2 * len(self._at) + _MAX_STALE:
-            self._heap = [(at, key) for key, at in self._at.items()]
-            heapify(self._heap)
+            self._rebuild()
+
+    def extend(self, keys: Iterable[K], until: float) -> None:
+        """Move each deadline to `until`, if that is later. Keys without deadline are ignored."""
+        entries, extended = self._at, self._extended
+        for key in keys:
+            if extended.get(key, entries.get(key, until)) < until:
+                extended[key] = until
 
     def drop(self, key: K) -> None:
         """Remove the deadline of a key. Unknown keys are ignored."""
         self._at.pop(key, None)
+        self._extended.pop(key, None)
 
     def take_due(self, now: float) -> list[K]:
         """Remove and return every key whose deadline has passed, earliest first."""
-        due = []
+        due, num_extended = [], 0
         while (at := self.next()) is not None and at <= now:
             _, key = heappop(self._heap)
+            extended = self._extended.pop(key, at)
+            if extended > at:
+                self.set(key, extended)
+                num_extended += 1
+                # One heartbeat renews many leases, so if some entries are extended, most are.
+                if num_extended == _MAX_STALE:
+                    self._rebuild()
+                continue
             del self._at[key]
             due.append(key)
         return due
 
     def next(self) -> float | None:
-        """Return the earliest deadline; None if there is none."""
+        """Return the earliest deadline, or an earlier time if deadlines were extended; None if
+        there is none.
+        """
         while self._heap and self._at.get(self._heap[0][1]) != self._heap[0][0]:
             heappop(self._heap)
         return self._heap[0][0] if self._heap else None
+
+    def _rebuild(self) -> None:
+        self._at |= self._extended
+        self._extended.clear()
+        self._heap = [(at, key) for key, at in self._at.items()]
+        heapify(self._heap)
 
 
 # -- heartbeats --

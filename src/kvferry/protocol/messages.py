@@ -10,12 +10,15 @@ Durations cross the wire, deadlines never do. A new field has a default. Each ch
 and adds an entry to the changelog's section "Wire versions".
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
 import msgspec
 
 from kvferry.errors import LocalProtocolError, RemoteProtocolError
 from kvferry.protocol.fingerprints import Fingerprint
+from kvferry.types import KVLayout, Region
 
 WIRE_VERSION = 9
 OLDEST_WIRE_VERSION = 8
@@ -39,7 +42,6 @@ Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
 # Bounds on lists and numbers that a peer chooses.
 MAX_LEASES_PER_HEARTBEAT = 1000
 MAX_SIBLING_RANKS = 1000
-MAX_AXES = 8
 MAX_REGISTRATION_S = 1e6
 MAX_QUESTION_S = 60.0
 MAX_GROUPS = 1000
@@ -237,7 +239,7 @@ class WriteGrantInfo(msgspec.Struct, frozen=True):
     transport: Name
     tp_rank: Count
     """TP rank of the consumer's worker that owns the blocks."""
-    local_block_ids: Annotated[list[list[BlockNumber]], msgspec.Meta(max_length=MAX_GROUPS)]
+    local_block_ids: Annotated[Sequence[Sequence[BlockNumber]], msgspec.Meta(max_length=MAX_GROUPS)]
     """Block ids of the consumer: the block table of each KV-cache group, from token 0."""
     first_token: Count
     end_token: Count
@@ -353,53 +355,39 @@ class Revoked(msgspec.Struct, frozen=True, tag=True):
     grant_id: int
 
 
-class RegionInfo(msgspec.Struct, frozen=True):
-    """One registered range of KV memory, as in `types.Region`."""
-
-    name: str
-    address: int
-    block_bytes: int
-    stride_bytes: int
-    num_blocks: int
-    memory: str
-    device: int
-    group: int = 0
-    axes: Annotated[list[tuple[str, int, int]], msgspec.Meta(max_length=MAX_AXES)] | None = None
-    """Axes of a block, outermost first: (kind, count, stride in bytes), where kind is `layer`,
-    `token` or `head`. None: the order within a block is unknown.
-    """
-    layers: list[str] = []
-    """Layers that share the region's blocks, in the order of the layer axis; empty: the region
-    holds only the layer `name`.
-    """
-    state_heads: int = 0
-    """Nonzero if a block holds the state of a whole sequence: the number of its heads over all
-    ranks.
-    """
-
-
-class OfferInfo(msgspec.Struct, frozen=True):
-    """One transport of a worker. Fields as in `transports.base.TransportOffer`."""
+@dataclass(frozen=True, slots=True)
+class TransportOffer:
+    """What one side tells the other about a transport during the handshake."""
 
     transport: str
     reach: str
+    """Where the transport works: two sides can use the transport together only if both have the
+    same `reach`. Empty means no restriction. (shm: host, user and pid namespace.)
+    """
     blob: bytes
+    """Data that only the transport itself can read: the other side passes it to `connect`."""
     near: str = ""
+    """Where the transport is a good choice: two sides with different `near` use the transport
+    together only if no other transport connects them. Empty means good anywhere. (nixl without
+    RDMA: the host.)
+    """
 
 
 class RankLayout(msgspec.Struct, frozen=True):
     """The memory layout of one worker's cache, and how to reach the worker."""
 
+    # Regions and offers cross the wire as they are, under the names of their fields.
+
     tp_rank: int
     tp_size: int
     block_size: int
     num_blocks: int
-    layout: str
+    layout: KVLayout
     num_kv_heads: int
     head_dim: int
     control_address: str
-    regions: list[RegionInfo]
-    offers: list[OfferInfo]
+    regions: list[Region]
+    offers: list[TransportOffer]
     total_kv_heads: int = 0
     uses_host_buffer: bool = False
     """Readers read a copy in host memory, made for each lease, and must wait for `Ready`."""

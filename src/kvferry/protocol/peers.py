@@ -26,8 +26,8 @@ from kvferry.protocol.messages import (
     HandshakeRefused,
     HandshakeReply,
     HandshakeRequest,
-    OfferInfo,
     RankLayout,
+    TransportOffer,
 )
 from kvferry.protocol.outbox import Outbox
 from kvferry.protocol.planning.geometry import Geometry, check_geometry, geometry_from_layout
@@ -50,7 +50,7 @@ class PeerSettings:
     factors: Mapping[str, Factor] | None
     """Our compatibility factors; None accepts any factors (`enforce_handshake_compat: false`)."""
     geometry: Geometry
-    offers: tuple[OfferInfo, ...]
+    offers: tuple[TransportOffer, ...]
     pinned_transports: tuple[str, ...]
     handshake_timeout_s: float
     engine_ttl_s: float
@@ -271,9 +271,11 @@ class PeerTable:
             is_over = (
                 reply.engine == peer.incarnation.engine and reply.epoch != peer.incarnation.epoch
             )
-            lost = self.lose(peer.incarnation, str(error), now)
-            is_incompatible = isinstance(error, IncompatiblePeer)
-            return lost and replace(lost, is_over=is_over, is_incompatible=is_incompatible)
+            return replace(
+                self._drop(peer, str(error), now),
+                is_over=is_over,
+                is_incompatible=isinstance(error, IncompatiblePeer),
+            )
         del peer.waiting[reply.nonce]
         if not peer.waiting:
             self._close_unless_shared(peer)
@@ -297,33 +299,17 @@ class PeerTable:
 
         The connection may be to a side channel, during a handshake, or to a control address.
         """
-        incarnations = [
-            peer.incarnation for peer in self._peers.values() if self._depends_on(peer, address)
-        ]
-        return [
-            lost
-            for incarnation in incarnations
-            if (lost := self.lose(incarnation, f"the connection to {address} was lost", now))
-            is not None
-        ]
+        peers = [peer for peer in self._peers.values() if self._depends_on(peer, address)]
+        return [self._drop(peer, f"the connection to {address} was lost", now) for peer in peers]
 
     def advance(self, now: float) -> list[LostPeer]:
         """Drop and return the peers whose handshake has timed out."""
-        overdue = [peer.incarnation for peer in self._unready.values() if peer.deadline <= now]
+        overdue = [peer for peer in self._unready.values() if peer.deadline <= now]
         reason = (
             "the producer did not answer the handshake within "
             f"{self._settings.handshake_timeout_s:g} s"
         )
-        return [
-            lost
-            for incarnation in overdue
-            if (
-                lost := self.lose(
-                    incarnation, f"{reason} ({self._peers[incarnation].address})", now
-                )
-            )
-            is not None
-        ]
+        return [self._drop(peer, f"{reason} ({peer.address})", now) for peer in overdue]
 
     def evict_idle(self, now: float, busy: Container[EngineIncarnation]) -> None:
         """Drop ready peers that no request has used for `engine_ttl_s`."""
@@ -348,10 +334,11 @@ class PeerTable:
         once, because the peer may only have lost a connection.
         """
         peer = self._peers.get(incarnation)
-        if peer is None:
-            return None
+        return None if peer is None else self._drop(peer, reason, now)
+
+    def _drop(self, peer: Peer, reason: str, now: float) -> LostPeer:
         self._forget(peer)
-        lost = LostPeer(incarnation, reason, tuple(peer.rank_mappings))
+        lost = LostPeer(peer.incarnation, reason, tuple(peer.rank_mappings))
         if peer.is_ready:
             return lost
         for name in peer.names:
@@ -383,13 +370,11 @@ class PeerTable:
         """
         older = request.wire_version - 1
         if older < (STATES_WIRE_VERSION if self.geometry.has_states else OLDEST_WIRE_VERSION):
-            lost = self.lose(
-                peer.incarnation,
+            refusal = (
                 f"the producer refused the handshake with wire version {request.wire_version}: "
-                f"{reason}",
-                now,
+                f"{reason}"
             )
-            return lost and replace(lost, is_incompatible=True)
+            return replace(self._drop(peer, refusal, now), is_incompatible=True)
         del peer.waiting[request.nonce]
         self._ask(peer, request.tp_rank, older)
         return None

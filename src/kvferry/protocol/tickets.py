@@ -17,7 +17,7 @@ import msgspec
 
 from kvferry.errors import InvalidTicket, RemoteProtocolError
 from kvferry.protocol.fingerprints import Fingerprint
-from kvferry.types import Address, EngineId, EngineIncarnation, Epoch, RequestId
+from kvferry.types import Address, BlockIds, EngineId, EngineIncarnation, Epoch, RequestId
 
 MAX_TICKET_CHARS = 1024 * 1024
 MAX_BLOCKS = 1_000_000
@@ -69,12 +69,8 @@ class Ticket(msgspec.Struct, frozen=True):
         return Address(self.host, self.port)
 
     @property
-    def engine_id(self) -> EngineId:
-        return EngineId(self.engine)
-
-    @property
-    def epoch_id(self) -> Epoch:
-        return Epoch(self.epoch)
+    def incarnation(self) -> EngineIncarnation:
+        return EngineIncarnation(EngineId(self.engine), Epoch(self.epoch))
 
     @property
     def lease(self) -> RequestId:
@@ -84,7 +80,7 @@ class Ticket(msgspec.Struct, frozen=True):
     def num_tokens(self) -> int:
         return self.tokens.num_tokens
 
-    def block_ids(self) -> tuple[tuple[int, ...], ...]:
+    def block_ids(self) -> BlockIds:
         """Return the block ids of each KV-cache group, from token 0, with `NO_BLOCK` for a gap."""
         return tuple(blocks_from_runs(runs) for runs in self.block_runs)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import uvloop
 
-from kvferry.config.private_files import check_private_file
+from kvferry.config.secret import check_private_file
 from kvferry.errors import ConfigError
 from kvferry.router.app import RouterApp
 from kvferry.router.http.messages import ServerLimits

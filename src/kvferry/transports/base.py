@@ -19,7 +19,7 @@ from enum import StrEnum
 from typing import NewType, Protocol
 
 from kvferry.errors import LocalProtocolError
-from kvferry.protocol.messages import MAX_MESSAGE_BYTES
+from kvferry.protocol.messages import MAX_MESSAGE_BYTES, TransportOffer
 from kvferry.protocol.planning.plan import BlockPermutation, Segments
 from kvferry.protocol.tickets import NO_BLOCK
 from kvferry.types import PeerId, Region, Route
@@ -86,24 +86,6 @@ class CacheMemory(Protocol):
 # Moves bytes between the registered memory of two transfer workers.
 
 Handle = NewType("Handle", int)
-
-
-@dataclass(frozen=True, slots=True)
-class TransportOffer:
-    """What one side tells the other about a transport during the handshake."""
-
-    transport: str
-    reach: str
-    """Where the transport works: two sides can use the transport together only if both have the
-    same `reach`. Empty means no restriction. (shm: host, user and pid namespace.)
-    """
-    blob: bytes
-    """Data that only the transport itself can read: the other side passes it to `connect`."""
-    near: str = ""
-    """Where the transport is a good choice: two sides with different `near` use the transport
-    together only if no other transport connects them. Empty means good anywhere. (nixl without
-    RDMA: the host.)
-    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,3 @@
-"""The worker of a rank: a thread that owns transports, leases, peers and transfers.
-
-The engine's thread exchanges typed commands and events with the worker's thread.
+"""The worker of a rank: a thread that owns transports, leases, peers and transfers, and exchanges
+typed commands and events with the engine's thread.
 """

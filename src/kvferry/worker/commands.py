@@ -6,8 +6,8 @@ transfer worker of every rank. Plain data; pure.
 
 from dataclasses import dataclass
 
-from kvferry.protocol.fingerprints import Fingerprint
-from kvferry.types import Address, RequestId
+from kvferry.protocol.consumer.transfer import PushInfo
+from kvferry.types import Address, BlockIds, EngineIncarnation, RequestId
 
 
 class ConsumerCommand:
@@ -31,50 +31,28 @@ class PrepareLoad(ConsumerCommand):
 
     request: RequestId
     ticket: str
-
-
-@dataclass(frozen=True, slots=True)
-class PrepareOptionalLoad(ConsumerCommand):
-    """As `PrepareLoad`, for a request that can also be computed without the remote KV.
-
-    The transfer worker reports whether the producer still holds the KV of the ticket, before the
-    engine allocates blocks.
+    is_optional: bool = False
+    """Whether the request can also be computed without the remote KV. Then the transfer worker
+    reports whether the producer still holds the KV, before the engine allocates blocks.
     """
-
-    request: RequestId
-    ticket: str
 
 
 @dataclass(frozen=True, slots=True)
 class RegisterForPush(ConsumerCommand):
-    """A request with a valid push ticket has arrived: shake hands and register with the producer.
+    """A push request has arrived: shake hands and register with the producer.
 
-    The consumer attaches once the producer has an offer for the request.
+    The consumer attaches once the producer has an offer for the request. The scheduler has verified
+    the push ticket or, if the router signs nothing, has found the producer's address among the
+    engine's configured `peers`; the epoch is then `UNKNOWN_EPOCH`, and the two legs are matched by
+    their request id.
     """
 
     request: RequestId
-    push_ticket: str
-    tokens: Fingerprint
-    """Fingerprint of the request's prompt tokens."""
-    own_address: Address
-    """Address of our own side channel."""
-
-
-@dataclass(frozen=True, slots=True)
-class RegisterForPushByAddress(ConsumerCommand):
-    """As `RegisterForPush`, without a push ticket: the router signs nothing, and names a producer.
-
-    The scheduler has checked that the producer's address is among the engine's configured `peers`.
-    The producer's incarnation is requested first, and the two legs are matched by their request id.
-    """
-
-    request: RequestId
-    engine: str
+    producer: EngineIncarnation
     address: Address
     """Address of the producer's side channel."""
     tp_size: int
-    tokens: Fingerprint
-    own_address: Address
+    push_info: PushInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +60,7 @@ class StartLoad(ConsumerCommand):
     """The engine has allocated blocks: load the KV of tokens `first_token` to `end_token` - 1."""
 
     request: RequestId
-    blocks: tuple[tuple[int, ...], ...]
+    blocks: BlockIds
     first_token: int
     end_token: int
     needed_from: tuple[int, ...] = ()
@@ -118,29 +96,18 @@ class GrantLease(ProducerCommand):
 
     request: RequestId
     serial: int
-    blocks: tuple[tuple[int, ...], ...] = ()
-    """Block table of each group; used only with a host buffer, where the blocks are copied first.
+    blocks: BlockIds = ()
+    """Used only with a host buffer, where the blocks are copied first."""
+    lease_ttl_s: float | None = None
+    """Set if the blocks are retained for a possible next turn: the lease lasts this long, or until
+    the engine evicts the turn.
     """
-
-
-@dataclass(frozen=True, slots=True)
-class RetainTurn(ProducerCommand):
-    """As `GrantLease`, but the blocks are retained for a possible next turn.
-
-    The lease lasts `lease_ttl_s` seconds, or until the engine evicts the turn.
-    """
-
-    request: RequestId
-    serial: int
-    lease_ttl_s: float
-    blocks: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class EvictTurn(ProducerCommand):
-    """The engine needs the blocks of a retained turn.
-
-    The transfer worker reports the lease as ended when every reader has detached.
+    """The engine needs the blocks of a retained turn. The transfer worker reports the end of the
+    lease when every reader has detached.
     """
 
     request: RequestId
@@ -170,8 +137,8 @@ class CloseStream(ProducerCommand):
     """The prefill of an open stream has ended; its blocks are now leased as by `GrantLease`."""
 
     request: RequestId
-    blocks: tuple[tuple[int, ...], ...] = ()
-    """Blocks, by group, that are not in the host buffer yet; used only with a host buffer."""
+    blocks: BlockIds = ()
+    """Blocks that are not in the host buffer yet; used only with a host buffer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,11 +164,8 @@ class PublishTicket(ProducerCommand):
     """Match id of the request's push ticket; empty if the request had no push ticket."""
     ticket: str
     ready_tokens: int
-    blocks: tuple[tuple[int, ...], ...] = ()
-    """Blocks, by group, of an open stream that are copied before the offer is sent.
-
-    Used only with a host buffer.
-    """
+    blocks: BlockIds = ()
+    """Blocks of an open stream that are copied before the offer; used only with a host buffer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,13 +34,7 @@ from kvferry.transports.base import (
     DataTransport,
     Handle,
     StoreHandle,
-    TransportOffer,
 )
-
-READ_WATCH_INTERVAL_S = 0.01
-"""How often a transport that needs `poll` to serve reads is polled while a read is likely."""
-READ_START_INTERVAL_S = 0.001
-"""How often a transport that needs `poll` to serve reads is polled while a read is beginning."""
 
 
 class Effects:
@@ -87,7 +81,7 @@ class Effects:
             for completion in transport.poll():
                 self._take_completion(transport.name, completion, now)
         for stored in self._store.poll():
-            self._finish_store(self._stored.pop(stored.handle), stored.error, now)
+            self._report_end(self._stored.pop(stored.handle), stored.error, now)
 
     def perform(self, now: float) -> None:
         # Performing an action may produce further actions, so the loop runs until there are none.
@@ -130,31 +124,26 @@ class Effects:
         if move is not None:
             self._report_end(move, completion.error, now)
 
-    def _report_end(self, move: StartRead | StartWrite, error: str | None, now: float) -> None:
-        if isinstance(move, StartRead):
-            self._consumer.read_ended(move.request, move.peer, error, now)
-        else:
-            self._producer.writers.write_ended(move.write, error, now)
-
-    def _finish_store(
-        self, action: PlaceBlocks | CopyToHostBuffer, error: str | None, now: float
+    def _report_end(
+        self,
+        action: StartRead | StartWrite | PlaceBlocks | CopyToHostBuffer,
+        error: str | None,
+        now: float,
     ) -> None:
-        if isinstance(action, PlaceBlocks):
-            self._consumer.placed(action.request, error, now)
-        else:
-            self._producer.copied_to_host_buffer(action.copy, error, now)
+        match action:
+            case StartRead(request, peer):
+                self._consumer.read_ended(request, peer, error, now)
+            case StartWrite(write):
+                self._producer.writers.write_ended(write, error, now)
+            case PlaceBlocks(request):
+                self._consumer.placed(request, error, now)
+            case CopyToHostBuffer():
+                self._producer.copied_to_host_buffer(action.copy, error, now)
 
     def _serving_interval_s(self, transport: DataTransport, now: float) -> float | None:
         """Return how often to poll this transport so that peers can read our memory."""
-        interval = transport.serving_interval_s()
-        if interval is None or not self._producer.is_reading_likely(now):
-            return interval
-        return min(
-            interval,
-            READ_START_INTERVAL_S
-            if self._producer.is_read_beginning(now)
-            else READ_WATCH_INTERVAL_S,
-        )
+        interval, expected = transport.serving_interval_s(), self._producer.serving_interval_s(now)
+        return interval if interval is None or expected is None else min(interval, expected)
 
     # -- actions --
 
@@ -195,9 +184,8 @@ class Effects:
         for choice in action.candidates:
             offer = next(o for o in action.offers if o.transport == choice.transport)
             try:
-                made = TransportOffer(offer.transport, offer.reach, offer.blob, offer.near)
                 self._transports[choice.transport].connect(
-                    action.peer, made, action.geometry.regions
+                    action.peer, offer, action.geometry.regions
                 )
             # Boundary for one peer: an offer is decoded by third-party libraries, which may raise
             # any exception.
@@ -244,7 +232,7 @@ class Effects:
                 else store.copy_to_host_buffer(action.blocks)
             )
         except Exception as error:  # boundary for one transfer: libraries may raise anything
-            self._finish_store(action, _described(error), now)
+            self._report_end(action, _described(error), now)
             return
         self._stored[handle] = action
 

@@ -29,7 +29,7 @@ from kvferry.protocol.messages import (
 from kvferry.protocol.producer.leases import OpenQuestions, TextsById
 from kvferry.protocol.tickets import PushTicketKey, TicketKey
 from kvferry.transports.base import ControlTransport, Received, Route
-from kvferry.types import EngineId, Epoch
+from kvferry.types import EngineIncarnation
 from kvferry.worker.commands import ReleasePushTicket, ReleaseTicket
 
 MAX_RELEASED = 100_000
@@ -40,6 +40,7 @@ FAILURE_S = 60.0
 """How long the reason of a failed transfer is kept for the router, which asks at once."""
 MAX_REASON_CHARS = 1000
 MAX_LEGS = 10_000
+MAX_PUBLISHED = MAX_TURNS + MAX_FAILURES + MAX_LEGS
 POLL_S = 1.0
 CLOSE_TIMEOUT_S = 5.0
 
@@ -71,14 +72,16 @@ class SideChannel:
         self._keys = keys
         self._wake_engine = wake_engine
         self._released: deque[ReleaseTicket | ReleasePushTicket] = deque(maxlen=MAX_RELEASED)
-        # The engine's thread appends; the side channel's thread pops.
-        self._published_turns: deque[EndedTurn] = deque(maxlen=MAX_TURNS)
+        self._published: deque[EndedTurn | tuple[str, str | ReleaseTicket]] = deque(
+            maxlen=MAX_PUBLISHED
+        )
+        """Ended turns, and by leg id reasons of failures and releases of tickets. The engine's
+        thread appends; the side channel's thread pops.
+        """
         self._turns = TextsById(MAX_TURNS)
         """The parameters of ended turns, by turn id; empty if nothing is retained."""
-        self._published_failures: deque[tuple[str, str]] = deque(maxlen=MAX_FAILURES)
         self._failures = TextsById(MAX_FAILURES)
         """The reasons of failed transfers, by leg id."""
-        self._published_legs: deque[tuple[str, ReleaseTicket]] = deque(maxlen=MAX_LEGS)
         self._legs: dict[str, ReleaseTicket | None] = {}
         """How to release each finished prefill leg, by leg id; None if a router has released the
         leg before its end. Beyond `MAX_LEGS` the oldest is forgotten: its lease then expires.
@@ -105,8 +108,10 @@ class SideChannel:
     def start(self) -> None:
         self._thread.start()
 
+    # -- calls of the engine's thread, which never wait --
+
     def serve(self, served: ServedEngine) -> None:
-        """Answer handshakes with this from now on. Called by the engine's thread."""
+        """Answer handshakes with this from now on."""
         self._served = served
 
     def take_released(self) -> list[ReleaseTicket | ReleasePushTicket]:
@@ -114,28 +119,22 @@ class SideChannel:
         return [self._released.popleft() for _ in range(len(self._released))]
 
     def publish_turn(self, turn: EndedTurn) -> None:
-        """Answer requests for `turn.turn_id` with this turn from now on; never waits.
-
-        Called by the engine's thread.
-        """
-        self._published_turns.append(turn)
+        """Answer requests for `turn.turn_id` with this turn from now on."""
+        self._published.append(turn)
         self._control.wake()
 
     def publish_failure(self, leg_id: str, reason: str) -> None:
-        """Answer questions about a router's leg with the reason why its transfer failed; never
-        waits.
-
-        Called by the engine's thread, before the engine reports the failure to its client.
+        """Answer questions about a router's leg with the reason why its transfer failed. Called
+        before the engine reports the failure to its client.
         """
-        self._published_failures.append((leg_id, reason[:MAX_REASON_CHARS]))
+        self._published.append((leg_id, reason[:MAX_REASON_CHARS]))
 
     def publish_leg(self, leg_id: str, release: ReleaseTicket) -> None:
-        """Let the router that chose `leg_id` release the leg's ticket by this id; never waits.
-
-        Called by the engine's thread when it issues the ticket. If the router has already released
-        the leg, the ticket is released within `POLL_S`.
+        """Let the router that chose `leg_id` release the leg's ticket by this id. Called when the
+        ticket is issued; if the router has already released the leg, the ticket is released within
+        `POLL_S`.
         """
-        self._published_legs.append((leg_id, release))
+        self._published.append((leg_id, release))
 
     def close(self) -> None:
         """Stop the thread and close the socket. Idempotent."""
@@ -156,9 +155,7 @@ class SideChannel:
                 arrived = self._control.poll(POLL_S)
                 # What the engine has published is stored before the messages are answered, so that
                 # a router's request never overtakes it.
-                self._store_published_turns()
-                self._store_published_failures()
-                self._store_published_legs()
+                self._store_published(time.monotonic())
                 for received in arrived:
                     if isinstance(received, Received):
                         self._take(received)
@@ -205,25 +202,20 @@ class SideChannel:
         if not is_open:
             self._reply(route, asked.nonce, asked.turn_id, params or "")
 
-    def _store_published_turns(self) -> None:
-        while self._published_turns:
-            turn = self._published_turns.popleft()
-            self._turns.add(turn.turn_id, turn.params, time.monotonic() + turn.lease_ttl_s)
-            for route, nonce in self._questions.take(turn.turn_id):
-                self._reply(route, nonce, turn.turn_id, turn.params)
-
-    def _store_published_failures(self) -> None:
-        while self._published_failures:
-            leg_id, reason = self._published_failures.popleft()
-            self._failures.add(leg_id, reason, time.monotonic() + FAILURE_S)
-
-    def _store_published_legs(self) -> None:
-        while self._published_legs:
-            leg_id, release = self._published_legs.popleft()
-            if leg_id in self._legs and self._legs.pop(leg_id) is None:
-                self._pass_on(release)
-            else:
-                self._remember_leg(leg_id, release)
+    def _store_published(self, now: float) -> None:
+        while self._published:
+            match self._published.popleft():
+                case EndedTurn(turn_id, params, lease_ttl_s):
+                    self._turns.add(turn_id, params, now + lease_ttl_s)
+                    for route, nonce in self._questions.take(turn_id):
+                        self._reply(route, nonce, turn_id, params)
+                case leg_id, str(reason):
+                    self._failures.add(leg_id, reason, now + FAILURE_S)
+                case leg_id, ReleaseTicket() as release:
+                    if leg_id in self._legs and self._legs.pop(leg_id) is None:
+                        self._pass_on(release)
+                    else:
+                        self._remember_leg(leg_id, release)
 
     def _expire_questions(self, now: float) -> None:
         if now >= self._expire_at:
@@ -244,13 +236,13 @@ class SideChannel:
         released: ReleaseTicket | ReleasePushTicket
         try:
             ticket = ticket_key.open(text)
-            owner = (ticket.engine_id, ticket.epoch_id)
+            owner = ticket.incarnation
             released = ReleaseTicket(ticket.lease, ticket.serial)
         except InvalidTicket:
             push_ticket = push_key.open(text)
-            owner = (EngineId(push_ticket.engine), Epoch(push_ticket.epoch))
+            owner = push_ticket.incarnation
             released = ReleasePushTicket(push_ticket.match_id)
-        if owner != (self._served.engine, self._served.epoch):
+        if owner != EngineIncarnation(self._served.engine, self._served.epoch):
             raise InvalidTicket("a router released a ticket of another incarnation of this engine")
         self._pass_on(released)
 

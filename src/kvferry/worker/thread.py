@@ -95,7 +95,7 @@ class WorkerThread(Generic[Command, Event, Snapshot]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._worker = worker
-        self._wake_engine: Callable[[], None] = _no_wakeup
+        self._wake_engine: Callable[[], None] = lambda: None
         # `append` and `popleft` of a deque are atomic, and each end is used by one thread, so no
         # lock is needed.
         self._inbox: deque[Command] = deque()
@@ -234,7 +234,3 @@ class WorkerThread(Generic[Command, Event, Snapshot]):
 
     def _is_due(self, mark: StreamEvent | None) -> bool:
         return mark is None or self._has_failed or mark.is_complete()
-
-
-def _no_wakeup() -> None:
-    return None

@@ -8,7 +8,7 @@ test may call `step` directly. See docs/decisions/005-worker-thread.md.
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -26,14 +26,11 @@ from kvferry.events import (
 from kvferry.protocol import messages as codec
 from kvferry.protocol.consumer.consumer import Consumer
 from kvferry.protocol.consumer.context import ConsumerSettings
-from kvferry.protocol.consumer.transfer import Destination, PushInfo
+from kvferry.protocol.consumer.transfer import Destination, Origin
 from kvferry.protocol.messages import PushOffer, ToConsumer, ToProducer
 from kvferry.protocol.outbox import Outbox
-from kvferry.protocol.peers import UNKNOWN_EPOCH
 from kvferry.protocol.producer.producer import Producer
-from kvferry.protocol.producer.push import ProducerSettings
-from kvferry.protocol.producer.push_matcher import MAX_LEASES_WAITED
-from kvferry.protocol.producer.push_writer import PushWriter, WriterSettings
+from kvferry.protocol.producer.push_writer import ProducerSettings, PushWriter
 from kvferry.protocol.tickets import PushTicketKey, TicketKey
 from kvferry.sleep import short_sleep
 from kvferry.transports.base import (
@@ -43,7 +40,6 @@ from kvferry.transports.base import (
     Disconnected,
     Received,
 )
-from kvferry.types import EngineId, EngineIncarnation
 from kvferry.worker.commands import (
     AbandonLease,
     AbortLoad,
@@ -55,15 +51,12 @@ from kvferry.worker.commands import (
     GrantLease,
     OpenStream,
     PrepareLoad,
-    PrepareOptionalLoad,
     ProducerCommand,
     PublishTicket,
     RegisterForPush,
-    RegisterForPushByAddress,
     RejectLoad,
     ReleasePushTicket,
     ReleaseTicket,
-    RetainTurn,
     RevokeLease,
     SkipLoad,
     StartLoad,
@@ -134,19 +127,21 @@ class TransferWorker:
         clock: Callable[[], float],
     ) -> None:
         self._key = TicketKey(settings.secret)
-        self._push_key = PushTicketKey(settings.secret)
         self._consumer = Consumer(settings.consumer)
         self._outbox = Outbox()
-        writers = _writers(settings, self._consumer, self._outbox)
-        self._producer = Producer(settings.producer, self._key, self._push_key, writers)
+        writers = PushWriter(settings.producer, self._consumer.peers, self._outbox)
+        self._consumer.add_peer_user(writers)
+        self._producer = Producer(
+            settings.producer, self._key, PushTicketKey(settings.secret), writers
+        )
         self._effects = Effects(
             transports, control, store, self._producer, self._consumer, self._outbox
         )
         self._control = control
         self._clock = clock
-        self._postponed = PostponedCommands(
-            settings.consumer.peers.geometry.block_size, self._producer.is_copying
-        )
+        self._block_size = settings.consumer.peers.geometry.block_size
+        self._postponed: deque[ConsumerCommand] = deque()
+        """A command that must wait (`_must_wait`), and the commands after it."""
 
     def waits_for_mark(self, command: WorkerCommand) -> bool:
         return True
@@ -157,7 +152,7 @@ class TransferWorker:
             leases=producer.num_leases,
             transfers=consumer.num_transfers,
             reads=self._effects.num_moves,
-            peers=consumer.num_peers,
+            peers=len(consumer.peers),
             registrations=producer.num_registrations,
             writes=len(producer.writers) + producer.writers.num_posted,
         )
@@ -198,8 +193,8 @@ class TransferWorker:
         # complete in this very poll.
         self._effects.perform(now)
         self._effects.poll(now)
-        for command in self._postponed.take_due():
-            self._execute_for_consumer(command, now)
+        while self._postponed and not self._must_wait(self._postponed[0]):
+            self._execute_for_consumer(self._postponed.popleft(), now)
         self._producer.advance(now)
         self._consumer.advance(now, engine_seen_at)
         self._effects.perform(now)
@@ -275,17 +270,29 @@ class TransferWorker:
     def _execute(self, command: WorkerCommand, now: float) -> None:
         if isinstance(command, ProducerCommand):
             self._execute_for_producer(command, now)
-        elif not self._postponed.postpones(command):
+        elif self._postponed or self._must_wait(command):
+            self._postponed.append(command)
+        else:
             self._execute_for_consumer(command, now)
+
+    def _must_wait(self, command: ConsumerCommand) -> bool:
+        """Whether a load would write into blocks that are still being copied to the host buffer.
+
+        An engine with a host buffer may preempt a prefill and give the blocks to a loading request
+        at once, while the blocks are still being copied for readers.
+        """
+        if not isinstance(command, StartLoad):
+            return False
+        tokens = range(command.first_token, command.end_token)
+        filled = Destination(command.blocks, tokens).filled_blocks(self._block_size)
+        return self._producer.is_copying(set(chain.from_iterable(filled)))
 
     def _execute_for_producer(  # noqa: C901 - one case per command
         self, command: ProducerCommand, now: float
     ) -> None:
         match command:
-            case GrantLease(request, serial, blocks):
-                self._producer.grant(request, serial, now, blocks)
-            case RetainTurn(request, serial, lease_ttl_s, blocks):
-                self._producer.retain(request, serial, now, lease_ttl_s, blocks)
+            case GrantLease(request, serial, blocks, lease_ttl_s):
+                self._producer.grant(request, serial, now, blocks, lease_ttl_s)
             case EvictTurn(request):
                 self._producer.evict(request, now)
             case ExpectPrefill(request, match_id):
@@ -301,41 +308,22 @@ class TransferWorker:
             case FailPush(request, match_id, reason):
                 self._producer.fail_prefill(request, match_id, reason, now)
             case AbandonLease(request):
-                self._producer.abandon(request)
+                self._producer.abandon(request, now)
             case RevokeLease(request):
-                self._producer.revoke(request)
+                self._producer.revoke(request, now)
             case ReleaseTicket(request, serial):
-                self._producer.release_ticket(request, serial)
+                self._producer.release_ticket(request, serial, now)
             case ReleasePushTicket(match_id):
                 self._producer.decline_push(match_id, now)
 
     def _execute_for_consumer(self, command: ConsumerCommand, now: float) -> None:
         match command:
-            case PrepareLoad(request, ticket):
-                self._consumer.track(request, self._key.open(ticket), ticket, now)
-            case PrepareOptionalLoad(request, ticket):
-                self._consumer.track_optional(request, self._key.open(ticket), ticket, now)
-            case RegisterForPush(request, text, tokens, own_address):
-                push_ticket = self._push_key.open(text)
-                push_info = PushInfo(push_ticket.match_id, tokens, own_address, text)
-                self._consumer.expect(
-                    request,
-                    push_ticket.incarnation,
-                    push_ticket.address,
-                    push_ticket.tp_size,
-                    push_info,
-                    now,
-                )
-            case RegisterForPushByAddress(request, engine, address, tp_size, tokens, own_address):
-                incarnation = EngineIncarnation(EngineId(engine), UNKNOWN_EPOCH)
-                self._consumer.expect(
-                    request,
-                    incarnation,
-                    address,
-                    tp_size,
-                    PushInfo("", tokens, own_address, ""),
-                    now,
-                )
+            case PrepareLoad(request, ticket, is_optional):
+                origin = Origin.of(self._key.open(ticket), ticket, is_optional=is_optional)
+                self._consumer.track(request, origin, now)
+            case RegisterForPush(request, producer, address, tp_size, push_info):
+                origin = Origin(producer, address, tp_size, push_info=push_info)
+                self._consumer.track(request, origin, now)
             case StartLoad(request, blocks, first_token, end_token, needed_from):
                 self._consumer.start(
                     request, blocks, range(first_token, end_token), now, needed_from
@@ -349,53 +337,3 @@ class TransferWorker:
 
 
 TransferWorkerThread = WorkerThread[WorkerCommand, Event, TransferWorkerSnapshot]
-
-
-def _writers(settings: TransferWorkerSettings, consumer: Consumer, outbox: Outbox) -> PushWriter:
-    producer = settings.producer
-    ours = WriterSettings(
-        engine=producer.engine,
-        write_timeout_s=settings.consumer.read_timeout_s,
-        max_lease_ttl_s=MAX_LEASES_WAITED * producer.lease_ttl_s,
-        can_write=not producer.uses_host_buffer,
-    )
-    writers = PushWriter(ours, consumer.peers, outbox)
-    consumer.add_peer_user(writers)
-    return writers
-
-
-# -- postponed commands --
-# Consumer commands that wait because their target blocks are still being copied to the host buffer.
-#
-# An engine with a host buffer may preempt a prefill and give the blocks to a loading request at
-# once, while the blocks are still being copied for readers. The load would write into the same
-# blocks, so the load starts after the copy has ended. Later commands wait too, so that the order of
-# commands is kept.
-
-
-class PostponedCommands:
-    """Queue of consumer commands that wait for a copy to the host buffer."""
-
-    def __init__(self, block_size: int, is_copying: Callable[[Collection[int]], bool]) -> None:
-        self._block_size = block_size
-        self._is_copying = is_copying
-        self._commands: deque[ConsumerCommand] = deque()
-
-    def postpones(self, command: ConsumerCommand) -> bool:
-        """Return True, and queue the command, if the command must not run yet."""
-        if not self._commands and not self._must_wait(command):
-            return False
-        self._commands.append(command)
-        return True
-
-    def take_due(self) -> Iterator[ConsumerCommand]:
-        while self._commands and not self._must_wait(self._commands[0]):
-            yield self._commands.popleft()
-
-    def _must_wait(self, command: ConsumerCommand) -> bool:
-        if not isinstance(command, StartLoad):
-            return False
-        filled = Destination(
-            command.blocks, range(command.first_token, command.end_token)
-        ).filled_blocks(self._block_size)
-        return self._is_copying(set(chain.from_iterable(filled)))

@@ -29,7 +29,6 @@ from kvferry.types import FailurePolicy, RequestId
 from kvferry.worker.commands import (
     AbortLoad,
     PrepareLoad,
-    PrepareOptionalLoad,
     RejectLoad,
     ReleaseTicket,
     SkipLoad,
@@ -201,7 +200,7 @@ class PeerLoads:
         if offer.unchecked_ticket:
             # Ask the retaining engine for a reservation only now that the engine tries to schedule
             # the request: until then the retaining engine may need the blocks itself.
-            self._context.send(PrepareOptionalLoad(request_id, offer.unchecked_ticket))
+            self._context.send(PrepareLoad(request_id, offer.unchecked_ticket, is_optional=True))
             offer = replace(
                 offer, unchecked_ticket="", num_pending_ranks=self._context.config.parallel.tp_size
             )

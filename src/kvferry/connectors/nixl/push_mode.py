@@ -26,9 +26,11 @@ from kvferry.connectors.nixl.transfer_mode import (
     SharedTicketKey,
 )
 from kvferry.errors import InvalidTicket
+from kvferry.protocol.consumer.transfer import PushInfo
 from kvferry.protocol.fingerprints import Fingerprint, fingerprint
+from kvferry.protocol.peers import UNKNOWN_EPOCH
 from kvferry.protocol.tickets import MAX_TICKET_NAME_CHARS, NO_BLOCK, PushTicketKey, Ticket
-from kvferry.types import Address, BlockIds, RequestId
+from kvferry.types import BlockIds, EngineId, EngineIncarnation, RequestId
 from kvferry.worker.commands import (
     AbandonLease,
     CloseStream,
@@ -37,7 +39,6 @@ from kvferry.worker.commands import (
     OpenStream,
     PublishTicket,
     RegisterForPush,
-    RegisterForPushByAddress,
     SkipLoad,
     WithdrawStream,
 )
@@ -223,9 +224,10 @@ class PushMode(PullMode):
             return LoadPlan()
         command = RegisterForPush(
             RequestId(request.request_id),
-            str(role.push_ticket),
-            self._fingerprint(request),
-            self._own_address,
+            ticket.incarnation,
+            ticket.address,
+            ticket.tp_size,
+            self._push_info(request, ticket.match_id, str(role.push_ticket)),
         )
         return self._expect(request, command, (ticket.engine, ticket.epoch, ticket.match_id))
 
@@ -247,20 +249,18 @@ class PushMode(PullMode):
                 f"the request has no ticket, and its id is longer than {MAX_TICKET_NAME_CHARS} "
                 "characters; shorten the id, or use a router that signs push tickets"
             )
-        command = RegisterForPushByAddress(
+        command = RegisterForPush(
             RequestId(request.request_id),
-            peer.engine,
+            EngineIncarnation(EngineId(peer.engine), UNKNOWN_EPOCH),
             peer.address,
             peer.tp_size,
-            self._fingerprint(request),
-            self._own_address,
+            self._push_info(request, "", ""),
         )
         return self._expect(request, command, None)
 
-    @property
-    def _own_address(self) -> Address:
+    def _push_info(self, request: Request, match_id: str, push_ticket: str) -> PushInfo:
         assert self._context.address is not None
-        return self._context.address
+        return PushInfo(match_id, self._fingerprint(request), self._context.address, push_ticket)
 
     def _fingerprint(self, request: Request) -> Fingerprint:
         salt, size = request.cache_salt, self._cache.block_size
@@ -274,7 +274,7 @@ class PushMode(PullMode):
     def _expect(
         self,
         request: Request,
-        command: RegisterForPush | RegisterForPushByAddress,
+        command: RegisterForPush,
         shared: SharedTicketKey | None,
     ) -> LoadPlan:
         """Register and offer the whole prompt to the engine. `shared` identifies the prefill leg
@@ -283,7 +283,7 @@ class PushMode(PullMode):
         # With local attention or states the offer must leave out the last token, which the engine
         # computes itself: see `NixlConnectorScheduler._usable`.
         num_tokens = request.num_prompt_tokens - self._cache.leaves_last_token
-        if command.tokens.num_tokens == 0 or self._producer_frees_last_window(num_tokens):
+        if command.push_info.tokens.num_tokens == 0 or self._producer_frees_last_window(num_tokens):
             # This engine computes the prompt; the registration and `SkipLoad` let the prefill side
             # free the blocks.
             return LoadPlan((command, SkipLoad(RequestId(request.request_id))))

@@ -53,9 +53,9 @@ from kvferry.types import Address, EngineId, RequestId
 from kvferry.worker.commands import (
     AbandonLease,
     EvictTurn,
+    GrantLease,
     PrepareLoad,
     ReleaseTicket,
-    RetainTurn,
     RevokeLease,
 )
 from kvferry.worker.side_channel import EndedTurn, SideChannel
@@ -302,7 +302,7 @@ class NixlConnectorScheduler(SchedulerSide):
         lease_ttl_s = self._context.extra.decoder_kv_blocks_ttl
         serial = self._context.next_serial()
         copied = self._context.blocks_to_copy(blocks)
-        self._context.send(RetainTurn(RequestId(request.request_id), serial, lease_ttl_s, copied))
+        self._context.send(GrantLease(RequestId(request.request_id), serial, copied, lease_ttl_s))
         ticket = self._context.ticket(request, serial, blocks, tokens)
         params = self._mode.ticket_params(ticket) | {
             "do_remote_prefill": False,

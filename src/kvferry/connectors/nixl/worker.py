@@ -52,10 +52,10 @@ from kvferry.events import (
 )
 from kvferry.logs import repeats_of
 from kvferry.protocol.consumer.context import ConsumerSettings
-from kvferry.protocol.messages import Factor, OfferInfo, RankLayout, encode_layout
+from kvferry.protocol.messages import Factor, RankLayout, TransportOffer, encode_layout
 from kvferry.protocol.peers import PeerSettings
-from kvferry.protocol.planning.geometry import Geometry, region_info
-from kvferry.protocol.producer.push import ProducerSettings
+from kvferry.protocol.planning.geometry import Geometry
+from kvferry.protocol.producer.push_writer import ProducerSettings
 from kvferry.transports.base import (
     BlockStore,
     CacheMemory,
@@ -114,10 +114,7 @@ class NixlConnectorWorker(WorkerSide):
         transports = self._registered_transports(geometry)
         control = self._config.kit.control_transport()
         # Each peer chooses one of these offers in the handshake.
-        offers = tuple(
-            OfferInfo(o.transport, o.reach, o.blob, o.near)
-            for o in (transport.offer() for transport in transports)
-        )
+        offers = tuple(transport.offer() for transport in transports)
         factors = compatibility_factors(self._config, self._cache)
         uses_host_buffer = self._host_buffer is not None
         layout = encode_layout(_layout(geometry, control, offers, uses_host_buffer))
@@ -356,7 +353,7 @@ def transfer_worker_settings(
     config: ConnectorConfig,
     extra: NixlExtraConfig,
     geometry: Geometry,
-    offers: tuple[OfferInfo, ...],
+    offers: tuple[TransportOffer, ...],
     factors: Mapping[str, Factor],
     uses_host_buffer: bool = False,
     fenced: frozenset[str] = frozenset(),
@@ -379,6 +376,7 @@ def transfer_worker_settings(
         lease_ttl_s=extra.kv_lease_duration,
         lease_extension_s=extra.lease_extension_s,
         grant_wait_s=extra.grant_wait,
+        write_timeout_s=extra.read_timeout,
         leg_wait_s=extra.leg_wait,
         uses_host_buffer=uses_host_buffer,
         peer_addresses=extra.peer_addresses,
@@ -406,7 +404,7 @@ def transfer_worker_settings(
 def _layout(
     geometry: Geometry,
     control: ControlTransport,
-    offers: tuple[OfferInfo, ...],
+    offers: tuple[TransportOffer, ...],
     uses_host_buffer: bool,
 ) -> RankLayout:
     return RankLayout(
@@ -414,11 +412,11 @@ def _layout(
         tp_size=geometry.tp_size,
         block_size=geometry.block_size,
         num_blocks=geometry.num_blocks,
-        layout=str(geometry.layout),
+        layout=geometry.layout,
         num_kv_heads=geometry.num_kv_heads,
         head_dim=geometry.head_dim,
         control_address=control.address,
-        regions=[region_info(region) for region in geometry.regions],
+        regions=list(geometry.regions),
         offers=list(offers),
         total_kv_heads=geometry.total_kv_heads,
         uses_host_buffer=uses_host_buffer,

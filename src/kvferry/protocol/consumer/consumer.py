@@ -22,9 +22,8 @@ and takes actions and events.
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
-from kvferry.events import TransferFailed
+from kvferry.events import TransferFailed, TransferTimes
 from kvferry.protocol.consumer.context import ConsumerContext, ConsumerSettings, ProducerClient
 from kvferry.protocol.consumer.receiving import (
     ON_ENTER,
@@ -47,7 +46,6 @@ from kvferry.protocol.consumer.states import (
 from kvferry.protocol.consumer.transfer import (
     Destination,
     Origin,
-    PushInfo,
     ReaderStatus,
     Transfer,
     reader_name,
@@ -70,7 +68,7 @@ from kvferry.protocol.messages import (
 from kvferry.protocol.outbox import Outbox
 from kvferry.protocol.peers import LostPeer, PeerTable, PeerUser
 from kvferry.protocol.tickets import Ticket
-from kvferry.types import Address, EngineIncarnation, Epoch, PeerId, RequestId
+from kvferry.types import BlockIds, EngineIncarnation, Epoch, PeerId, RequestId
 
 _E = TransferEvent
 # In CONFIRMING, `Confirmed` or `Refused` is in flight and is the more precise answer. In the other
@@ -84,14 +82,14 @@ class Consumer:
     def __init__(self, settings: ConsumerSettings) -> None:
         self.outbox = Outbox()
         """Actions and events of the consumer and all its parts."""
-        self._peers = PeerTable(settings.peers, self.outbox)
+        self.peers = PeerTable(settings.peers, self.outbox)
         self._client = ProducerClient(
             EngineIncarnation(settings.engine, settings.epoch or Epoch("")),
-            self._peers,
+            self.peers,
             settings.lease_ttl_s,
             self.outbox,
         )
-        self._context = ConsumerContext(settings, self._peers, self._client, self.outbox)
+        self._context = ConsumerContext(settings, self.peers, self._client, self.outbox)
         self._settings = settings
         self._transfers = self._context.transfers
 
@@ -103,60 +101,31 @@ class Consumer:
         """Return whether a producer may be writing into our blocks with this transport."""
         return len(self._transfers) > 0 and transport in self._settings.writable_transports
 
-    @property
-    def num_peers(self) -> int:
-        return len(self._peers)
-
-    @property
-    def peers(self) -> PeerTable:
-        return self._peers
-
     def add_peer_user(self, user: PeerUser) -> None:
         """Notify `user` of ready and lost peers, and never evict a peer that `user` still uses."""
         self._context.peer_users.append(user)
 
     # -- commands from the engine --
 
-    def track(self, request: RequestId, ticket: Ticket, ticket_text: str, now: float) -> None:
-        """Attach a request that arrived with a valid ticket and keep its lease alive from now on.
-        A request that is tracked already is ignored, here and in `expect`.
+    def track(self, request: RequestId, origin: Origin, now: float) -> None:
+        """Attach a request that arrived with a valid ticket and keep its lease alive from now on;
+        or register a push request, whose KV the producer is about to compute.
+
+        A request that is tracked already is ignored. For an optional request, `ReservationGranted`
+        or `ReservationRefused` follows before the engine allocates blocks.
         """
-        self._begin(request, Origin.of(ticket, ticket_text), now)
-
-    def track_optional(
-        self, request: RequestId, ticket: Ticket, ticket_text: str, now: float
-    ) -> None:
-        """Track a request that can also be computed locally if the KV is not available.
-
-        `ReservationGranted` or `ReservationRefused` follows before the engine allocates blocks.
-        """
-        self._begin(request, replace(Origin.of(ticket, ticket_text), is_optional=True), now)
-
-    def expect(
-        self,
-        request: RequestId,
-        incarnation: EngineIncarnation,
-        address: Address,
-        tp_size: int,
-        push_info: PushInfo,
-        now: float,
-    ) -> None:
-        """Register a push request whose KV the producer at `address` is about to compute."""
-        self._begin(request, Origin(incarnation, address, tp_size, push_info=push_info), now)
-
-    def _begin(self, request: RequestId, origin: Origin, now: float) -> None:
         if self._transfers.get(request) is not None:
             return
-        origin.incarnation = self._peers.resolve_incarnation(origin.incarnation, origin.address)
+        origin.incarnation = self.peers.resolve_incarnation(origin.incarnation, origin.address)
         transfer = Transfer(
             request,
             reader_name(self._settings.engine, request, self._settings.peers.geometry.tp_rank),
             origin,
+            TransferTimes(now),
         )
         self._transfers.add(transfer)
         self._transfers.set_deadline(transfer, now + self._settings.queue_timeout_s)
-        self._context.timings.start(request, now)
-        peer = self._peers.ensure(transfer.incarnation, origin.address, origin.tp_size, now)
+        peer = self.peers.ensure(transfer.incarnation, origin.address, origin.tp_size, now)
         if isinstance(peer, LostPeer):
             self._context.post(transfer, _E.PEER_LOST, peer.reason)
         else:
@@ -166,17 +135,12 @@ class Consumer:
     def start(
         self,
         request: RequestId,
-        blocks: Sequence[Sequence[int]],
+        blocks: BlockIds,
         tokens: range,
         now: float,
         needed_from: Sequence[int] = (),
     ) -> None:
-        """Fill the engine's newly allocated blocks with the KV of the token positions `tokens`.
-
-        `blocks` holds the block table of each group, starting at token 0. `needed_from` holds the
-        first token of each group that attention will read; an empty sequence means token 0 for
-        every group.
-        """
+        """Fill the engine's newly allocated blocks; see `Destination` for the arguments."""
         transfer = self._transfers.get(request)
         if transfer is None:
             self.outbox.report(
@@ -220,7 +184,7 @@ class Consumer:
     def receive(self, address: str, message: ToConsumer, now: float) -> None:
         match message:
             case HandshakeReply() | HandshakeRefused():
-                lost = self._peers.receive(message, now)
+                lost = self.peers.receive(message, now)
                 self._apply_renames(now)
                 self._lose(lost)
             case Ready():
@@ -251,7 +215,7 @@ class Consumer:
         Every producer rank sends its own offers, and repeats them while the prefill computes. The
         first offer from any rank makes the consumer attach.
         """
-        transfer, peer_id = self._transfers.of_reader(reader), self._peers.at(address)
+        transfer, peer_id = self._transfers.of_reader(reader), self.peers.at(address)
         if (
             transfer is None
             or peer_id is None
@@ -259,7 +223,7 @@ class Consumer:
             or not transfer.expects(ticket)
         ):
             return
-        peer = self._peers.get(transfer.incarnation)
+        peer = self.peers.get(transfer.incarnation)
         assert peer is not None
         if not transfer.arrival.note(peer_id.tp_rank, ready_tokens, now):
             return
@@ -275,12 +239,12 @@ class Consumer:
         self._process_events(now)
 
     def disconnected(self, address: str, now: float) -> None:
-        for lost in self._peers.disconnected(address, now):
+        for lost in self.peers.disconnected(address, now):
             self._lose(lost)
         self._process_events(now)
 
     def peer_opened(self, peer_id: PeerId, transport: str, now: float) -> None:
-        peer = self._peers.opened(peer_id, transport)
+        peer = self.peers.opened(peer_id, transport)
         if peer is None:
             return
         for transfer in self._transfers.of_incarnation(peer.incarnation):
@@ -297,7 +261,7 @@ class Consumer:
             user.peer_ready(peer, now)
 
     def peer_unreachable(self, peer_id: PeerId, reason: str, now: float) -> None:
-        self._lose(self._peers.lose(peer_id.incarnation, reason, now))
+        self._lose(self.peers.lose(peer_id.incarnation, reason, now))
         self._process_events(now)
 
     def read_ended(
@@ -356,11 +320,11 @@ class Consumer:
         `engine_seen_at` is when our engine last showed that it is alive. Heartbeats hold blocks of
         a producer for the engine, so an engine that hangs must not have them renewed for ever.
         """
-        for lost in self._peers.advance(now):
+        for lost in self.peers.advance(now):
             self._lose(lost)
-        for peer_id in self._client.silent_peers(now):
+        for peer_id in self._client.heartbeats.lost(now):
             reason = "the producer no longer answers heartbeats"
-            self._lose(self._peers.lose(peer_id.incarnation, reason, now))
+            self._lose(self.peers.lose(peer_id.incarnation, reason, now))
         # The deadline of a transfer whose producer is lost may no longer apply.
         self._process_events(now)
         for transfer in self._transfers.take_overdue(now):
@@ -373,8 +337,9 @@ class Consumer:
         if now < engine_seen_at + self._settings.step_timeout_s:
             self._client.send_heartbeats(now)
         else:
-            self._client.skip_heartbeats(now)
-        self._peers.evict_idle(
+            # The leases run out: the engine that needs the KV may never use it.
+            self._client.heartbeats.skip_due(now)
+        self.peers.evict_idle(
             now,
             self._transfers.incarnations().union(
                 *(user.incarnations() for user in self._context.peer_users)
@@ -384,8 +349,8 @@ class Consumer:
     def next_deadline(self) -> float | None:
         return earliest(
             self._transfers.next_deadline(),
-            self._peers.next_deadline(),
-            self._client.next_deadline(),
+            self.peers.next_deadline(),
+            self._client.heartbeats.next_deadline(),
         )
 
     # -- internals --
@@ -402,7 +367,7 @@ class Consumer:
             if (transfer.state, event) in IGNORED:
                 continue
             transfer.state = next_state(transfer.state, event)
-            context.timings.note(transfer.request, event, transfer.state, now)
+            transfer.note_time(event, now)
             if event in FAILURE_EVENTS:
                 transfer.reason = transfer.reason or reason
             ON_ENTER[transfer.state](context, transfer, now)
@@ -416,8 +381,8 @@ class Consumer:
 
         The incarnation may belong to a peer that is connected already; then attach at once.
         """
-        for old, new in self._peers.take_renamed():
-            peer = self._peers.get(new)
+        for old, new in self.peers.take_renamed():
+            peer = self.peers.get(new)
             for transfer in self._transfers.of_incarnation(old):
                 self._transfers.move(transfer, new)
                 if peer is not None and transfer.state in BEFORE_READING:
@@ -428,10 +393,10 @@ class Consumer:
                 self._client.send_deferred_detaches(peer)
 
     def _receive_heartbeat_reply(self, address: str, message: HeartbeatReply) -> None:
-        peer_id = self._peers.at(address)
+        peer_id = self.peers.at(address)
         if peer_id is None or peer_id.epoch != message.epoch:
             return
-        self._client.note_answer(peer_id, message.beat)
+        self._client.heartbeats.answered(peer_id, message.beat)
         for transfer in self._transfers.of_leases(peer_id.incarnation, set(message.gone)):
             # A rank that has not sent its own offer yet may not have opened the lease yet either.
             is_ahead = (
@@ -474,7 +439,7 @@ class Consumer:
         event: TransferEvent,
     ) -> None:
         """Post the event when the last of the ranks `waited_for` has answered."""
-        rank = self._peers.rank_at(transfer.incarnation, address, waited_for)
+        rank = self.peers.rank_at(transfer.incarnation, address, waited_for)
         if rank is None or transfer.lease != message.lease:
             return
         waited_for.discard(rank)

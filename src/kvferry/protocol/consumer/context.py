@@ -1,4 +1,4 @@
-"""Objects that a consumer's modules share: settings, client for producers, timings, event queue.
+"""Objects that a consumer's modules share: settings, client for producers, event queue.
 
 `Consumer` (`consumer.py`) builds the objects; the functions of `receiving.py` use them. Pure:
 messages to producers are appended to the consumer's outbox, and the caller passes `now`.
@@ -6,11 +6,10 @@ messages to producers are appended to the consumer's outbox, and the caller pass
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
 
-from kvferry.events import TransferTimes
 from kvferry.protocol.actions import Send
 from kvferry.protocol.consumer.states import TransferEvent, TransferState
 from kvferry.protocol.consumer.transfer import ReaderStatus, Transfer, TransferTable, reader_name
@@ -124,7 +123,7 @@ class ProducerClient:
         self._peers = peers
         self._lease_ttl_s = lease_ttl_s
         self._actions = outbox.actions
-        self._heartbeats: HeartbeatSchedule[PeerId] = HeartbeatSchedule()
+        self.heartbeats: HeartbeatSchedule[PeerId] = HeartbeatSchedule()
         self._deferred_detaches: dict[EngineIncarnation, list[Transfer]] = {}
 
     # -- messages of one transfer --
@@ -226,7 +225,7 @@ class ProducerClient:
         transfer.reader_status = ReaderStatus.UNKNOWN
         peer = self._peers.get(transfer.incarnation)
         for rank in peer.rank_mappings if peer is not None else ():
-            self._heartbeats.untrack(
+            self.heartbeats.untrack(
                 PeerId(transfer.incarnation.engine, transfer.incarnation.epoch, rank),
                 transfer.lease,
             )
@@ -234,7 +233,7 @@ class ProducerClient:
     # -- heartbeats --
 
     def send_heartbeats(self, now: float) -> None:
-        for beat in self._heartbeats.due(now):
+        for beat in self.heartbeats.due(now):
             peer = self._peers.get(beat.peer.incarnation)
             if peer is not None and peer.is_ready:
                 for first in range(0, len(beat.leases), MAX_LEASES_PER_HEARTBEAT):
@@ -242,23 +241,10 @@ class ProducerClient:
                     message = Heartbeat(beat.peer.epoch, beat.number, part)
                     self._actions.append(Send(peer.control_address(beat.peer.tp_rank), message))
 
-    def skip_heartbeats(self, now: float) -> None:
-        """Let the leases run out, because the engine that needs the KV may never use it."""
-        self._heartbeats.skip_due(now)
-
-    def note_answer(self, peer_id: PeerId, beat: int) -> None:
-        self._heartbeats.answered(peer_id, beat)
-
-    def silent_peers(self, now: float) -> list[PeerId]:
-        return self._heartbeats.lost(now)
-
     def forget(self, lost: LostPeer) -> None:
         for rank in lost.ranks:
-            self._heartbeats.forget(PeerId(lost.incarnation.engine, lost.incarnation.epoch, rank))
+            self.heartbeats.forget(PeerId(lost.incarnation.engine, lost.incarnation.epoch, rank))
         self._deferred_detaches.pop(lost.incarnation, None)
-
-    def next_deadline(self) -> float | None:
-        return self._heartbeats.next_deadline()
 
     # -- internals --
 
@@ -296,7 +282,7 @@ class ProducerClient:
         self, transfer: Transfer, peer: Peer, lease_ttl_s: float, now: float
     ) -> None:
         for rank in peer.rank_mappings:
-            self._heartbeats.track(
+            self.heartbeats.track(
                 peer.peer_id(rank),
                 RequestId(transfer.lease),
                 heartbeat_interval_s(lease_ttl_s),
@@ -315,53 +301,6 @@ def _sent_name(transfer: Transfer) -> str:
     Without a request id, the producer matches by match id alone.
     """
     return transfer.request if len(transfer.request) <= MAX_NAME_CHARS else ""
-
-
-# -- timings --
-# Records when each transfer reached each stage, for metrics and logs. Affects no decision.
-
-
-_BEGAN = (TransferState.MOVING, TransferState.FILLING)
-_MOVED = (TransferState.CONFIRMING, TransferState.AWAITING_REVOKED)
-
-
-@dataclass(slots=True)
-class TransferTimings:
-    """The stage times of every transfer that has not ended."""
-
-    _times: dict[RequestId, TransferTimes] = field(default_factory=dict, init=False)
-
-    def __len__(self) -> int:
-        return len(self._times)
-
-    def start(self, request: RequestId, now: float) -> None:
-        self._times[request] = TransferTimes(now)
-
-    def note(
-        self, request: RequestId, event: TransferEvent, state: TransferState, now: float
-    ) -> None:
-        """Record the time of `event`, which put the transfer into `state`.
-
-        After a withdrawal a stage happens again. Then the last time counts, except for `began_at`
-        and `allocated_at`, which keep the first.
-        """
-        times = self._times.get(request)
-        if times is None:
-            return
-        if event is TransferEvent.PEER_READY:
-            times = replace(times, attached_at=now)
-        elif event is TransferEvent.BLOCKS_ALLOCATED and times.allocated_at is None:
-            times = replace(times, allocated_at=now)
-        if state in _BEGAN and times.began_at is None:
-            times = replace(times, began_at=now)
-        elif state in _MOVED and event is TransferEvent.BYTES_MOVED:
-            times = replace(times, moved_at=now)
-        elif state is TransferState.PLACING:
-            times = replace(times, confirmed_at=now)
-        self._times[request] = times
-
-    def stop(self, request: RequestId) -> TransferTimes | None:
-        return self._times.pop(request, None)
 
 
 # -- context --
@@ -386,7 +325,6 @@ class ConsumerContext:
     outbox: Outbox
     """Shared with `peers` and `client`."""
     transfers: TransferTable = field(default_factory=TransferTable)
-    timings: TransferTimings = field(default_factory=TransferTimings)
     queue: deque[QueuedEvent] = field(default_factory=deque)
     """Events of transfers that `Consumer` has not handled yet, in order."""
     peer_users: list[PeerUser] = field(default_factory=list)

@@ -21,11 +21,7 @@ from kvferry.events import (
     TransferFailed,
     TransferFinished,
 )
-from kvferry.protocol.actions import (
-    PlaceBlocks,
-    StartRead,
-    StopRead,
-)
+from kvferry.protocol.actions import PlaceBlocks, StartRead, StopRead
 from kvferry.protocol.consumer.context import ConsumerContext
 from kvferry.protocol.consumer.states import GRANTED, TransferEvent, TransferState
 from kvferry.protocol.consumer.transfer import ReaderStatus, Transfer, next_tokens
@@ -40,7 +36,7 @@ from kvferry.protocol.peers import LostPeer, Peer
 from kvferry.protocol.planning.geometry import Geometry
 from kvferry.protocol.planning.plan import (
     Segments,
-    check_state_boundary,
+    check_prefill,
     plan_permutations,
     plan_read,
 )
@@ -273,18 +269,16 @@ def _finish(context: ConsumerContext, transfer: Transfer, now: float) -> None:
                 transfer.request, len(transfer.to.tokens), transfer.arrival.landed_bytes
             )
         )
-    times = context.timings.stop(transfer.request)
-    context.outbox.report(TransferFinished(transfer.request, times))
+    context.outbox.report(TransferFinished(transfer.request, transfer.times))
 
 
 def _give_up(context: ConsumerContext, transfer: Transfer, now: float) -> None:
     """Detach a transfer that has failed or is not needed; report a failure if it had blocks."""
     context.transfers.remove(transfer)
-    times = context.timings.stop(transfer.request)
     context.client.send_detach(transfer)
     if transfer.has_blocks:
         reason = transfer.reason or "the request was aborted"
-        context.outbox.report(TransferFailed(transfer.request, reason, times))
+        context.outbox.report(TransferFailed(transfer.request, reason, transfer.times))
     if transfer.read_error:
         _drop_unreadable_peer(context, transfer.incarnation, transfer.read_error, now)
 
@@ -375,22 +369,10 @@ def _plan_reads(
                 f"the ticket counts blocks of {ticket.block_size} tokens, but its engine's blocks "
                 f"hold {geometry.block_size}"
             )
-    shared = transfer.origin.shared_tokens
-    if shared is not None and shared < to.tokens.stop:
-        raise RemoteProtocolError(
-            f"the prefill was of another prompt or of other weights: {shared} tokens are known to "
-            f"be the same, but {to.tokens.stop} are needed"
-        )
-    check_state_boundary(ours, ticket.num_tokens, to.tokens.stop)
+    end, shared = to.tokens.stop, transfer.origin.shared_tokens
+    check_prefill(ours, ticket.num_tokens, end if shared is None else shared, end)
     to.permutations = tuple(plan_permutations(ours, list(visited.values()), to.blocks, to.tokens))
     return {
-        rank: plan_read(
-            ours,
-            geometry,
-            to.blocks,
-            ticket.block_ids(),
-            tokens,
-            to.needed_from,
-        )
+        rank: plan_read(ours, geometry, to.blocks, ticket.block_ids(), tokens, to.needed_from)
         for rank, geometry in visited.items()
     }

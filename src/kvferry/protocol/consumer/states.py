@@ -93,7 +93,6 @@ class TransferEvent(StrEnum):
 
 
 _S, _E = TransferState, TransferEvent
-FINAL = frozenset({_S.DONE, _S.FAILED, _S.ENDED})
 BEFORE_READING = frozenset({_S.TRACKED, _S.WAITING})
 REVOKING_STATES = frozenset({_S.AWAITING_REVOKED, _S.RETURNING_BLOCKS, _S.REVOKING})
 """States in which a write grant is being revoked."""

@@ -6,20 +6,21 @@ which names the producer that will issue a ticket once KV is ready. Pure: the ca
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from hashlib import blake2b
 
-from kvferry.protocol.consumer.states import (
-    BEFORE_READING,
-    TransferState,
-)
+from kvferry.events import TransferTimes
+from kvferry.protocol.consumer.states import BEFORE_READING, TransferEvent, TransferState
 from kvferry.protocol.fingerprints import Fingerprint, shared_prefix
 from kvferry.protocol.heartbeats import Deadlines
 from kvferry.protocol.messages import MAX_NAME_CHARS
 from kvferry.protocol.planning.plan import BlockPermutation
 from kvferry.protocol.tickets import NO_BLOCK, Ticket
-from kvferry.types import Address, EngineId, EngineIncarnation, RequestId
+from kvferry.types import Address, BlockIds, EngineId, EngineIncarnation, RequestId
+
+_BEGAN = (TransferState.MOVING, TransferState.FILLING)
+_MOVED = (TransferState.CONFIRMING, TransferState.AWAITING_REVOKED)
 
 
 @dataclass(slots=True)
@@ -51,7 +52,7 @@ class WriteGrant:
 class Destination:
     """The blocks that a transfer fills, and the deadline and write grant of those blocks."""
 
-    blocks: Sequence[Sequence[int]] = ()
+    blocks: BlockIds = ()
     """Block table of each group, starting at token 0."""
     tokens: range = range(0)
     """Token positions whose KV the transfer fetches."""
@@ -66,7 +67,7 @@ class Destination:
     the writes fail, the consumer reads.
     """
 
-    def filled_blocks(self, block_size: int) -> tuple[tuple[int, ...], ...]:
+    def filled_blocks(self, block_size: int) -> BlockIds:
         """Return, by group, the blocks that hold any of the tokens."""
         first, end = self.tokens.start // block_size, -(-self.tokens.stop // block_size)
         return tuple(
@@ -171,13 +172,14 @@ class Origin:
     """
 
     @classmethod
-    def of(cls, ticket: Ticket, text: str) -> "Origin":
+    def of(cls, ticket: Ticket, text: str, *, is_optional: bool = False) -> "Origin":
         return cls(
-            EngineIncarnation(ticket.engine_id, ticket.epoch_id),
+            ticket.incarnation,
             ticket.address,
             ticket.tp_size,
             ticket,
             text,
+            is_optional=is_optional,
         )
 
     @property
@@ -214,6 +216,8 @@ class Transfer:
     request: RequestId
     reader: str
     origin: Origin
+    times: TransferTimes
+    """When the transfer reached each stage, for metrics and logs. Affects no decision."""
     state: TransferState = TransferState.TRACKED
     reader_status: ReaderStatus = ReaderStatus.UNKNOWN
     announced_at: float = 0.0
@@ -256,15 +260,31 @@ class Transfer:
     def has_blocks(self) -> bool:
         return len(self.to.blocks) > 0
 
+    def note_time(self, event: TransferEvent, now: float) -> None:
+        """Record the time of `event`, which put the transfer into its state.
+
+        After a withdrawal a stage happens again. Then the last time counts, except for `began_at`
+        and `allocated_at`, which keep the first.
+        """
+        times = self.times
+        if event is TransferEvent.PEER_READY:
+            times = replace(times, attached_at=now)
+        elif event is TransferEvent.BLOCKS_ALLOCATED and times.allocated_at is None:
+            times = replace(times, allocated_at=now)
+        if self.state in _BEGAN and times.began_at is None:
+            times = replace(times, began_at=now)
+        elif self.state in _MOVED and event is TransferEvent.BYTES_MOVED:
+            times = replace(times, moved_at=now)
+        elif self.state is TransferState.PLACING:
+            times = replace(times, confirmed_at=now)
+        self.times = times
+
     def expects(self, ticket: Ticket) -> bool:
         """Return whether an offer of this ticket is acceptable.
 
         Acceptable are the first ticket after the last withdrawal, and later offers of that ticket.
         """
-        if (
-            self.origin.push_info is None
-            or EngineIncarnation(ticket.engine_id, ticket.epoch_id) != self.incarnation
-        ):
+        if self.origin.push_info is None or ticket.incarnation != self.incarnation:
             return False
         match self.reader_status:
             case ReaderStatus.REGISTERED:

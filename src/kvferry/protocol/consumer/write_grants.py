@@ -6,15 +6,8 @@ fence only the producer can end its writes: see `REVOKE_RETRY_S` and `GRACE_LEAS
 """
 
 from kvferry.errors import RemoteProtocolError
-from kvferry.events import (
-    PrefillCompleted,
-    TransferAbandoned,
-)
-from kvferry.protocol.actions import (
-    GrantWrites,
-    RevokeWrites,
-    Send,
-)
+from kvferry.events import PrefillCompleted, TransferAbandoned
+from kvferry.protocol.actions import GrantWrites, RevokeWrites, Send
 from kvferry.protocol.consumer.context import ConsumerContext
 from kvferry.protocol.consumer.states import GRANTED, TransferEvent, TransferState
 from kvferry.protocol.consumer.transfer import Transfer, WriteGrant

@@ -7,15 +7,16 @@ and names the reason. Pure.
 from dataclasses import dataclass
 
 from kvferry.errors import IncompatiblePeer, RemoteProtocolError
-from kvferry.protocol.messages import RankLayout, RegionInfo
+from kvferry.protocol.messages import RankLayout
 from kvferry.protocol.planning.axes import is_dense
 from kvferry.protocol.planning.heads import can_divide, heads_of
-from kvferry.types import Axis, AxisKind, KVLayout, MemoryKind, Region
+from kvferry.types import AxisKind, KVLayout, Region
 
 _MAX_ADDRESS = 1 << 63
 _MAX_DEVICE = 1 << 20
 _MAX_COUNT = 1 << 16
 """Maximum tokens per block, heads and TP size: bounds the arrays planned from a peer's numbers."""
+_MAX_AXES = 8
 _Pairs = dict[str, tuple[object, object]]
 
 
@@ -104,20 +105,17 @@ class Geometry:
 
 def geometry_from_layout(layout: RankLayout) -> Geometry:
     """Return a peer's geometry; RemoteProtocolError if the layout is not consistent."""
-    try:
-        geometry = Geometry(
-            layout.tp_rank,
-            layout.tp_size,
-            layout.block_size,
-            layout.num_blocks,
-            KVLayout(layout.layout),
-            layout.num_kv_heads,
-            layout.head_dim,
-            tuple(map(_region, layout.regions)),
-            layout.total_kv_heads,
-        )
-    except ValueError as error:
-        raise RemoteProtocolError(f"the layout cannot be decoded: {error}") from None
+    geometry = Geometry(
+        layout.tp_rank,
+        layout.tp_size,
+        layout.block_size,
+        layout.num_blocks,
+        layout.layout,
+        layout.num_kv_heads,
+        layout.head_dim,
+        tuple(layout.regions),
+        layout.total_kv_heads,
+    )
     sizes = (
         layout.tp_size,
         layout.block_size,
@@ -221,46 +219,6 @@ def _can_divide_blocks(local: Geometry, remote: Geometry) -> bool:
     )
 
 
-def region_info(region: Region) -> RegionInfo:
-    """Return the description of a region that the handshake sends to a peer."""
-    return RegionInfo(
-        region.name,
-        region.address,
-        region.block_bytes,
-        region.stride_bytes,
-        region.num_blocks,
-        str(region.memory),
-        region.device,
-        region.group,
-        None
-        if region.axes is None
-        else [(str(axis.kind), axis.count, axis.stride_bytes) for axis in region.axes],
-        list(region.layers),
-        region.state_heads,
-    )
-
-
-def _region(info: RegionInfo) -> Region:
-    axes = (
-        None
-        if info.axes is None
-        else tuple(Axis(AxisKind(kind), count, stride) for kind, count, stride in info.axes)
-    )
-    return Region(
-        info.name,
-        info.address,
-        info.block_bytes,
-        info.stride_bytes,
-        info.num_blocks,
-        MemoryKind(info.memory),
-        info.device,
-        info.group,
-        axes,
-        tuple(info.layers),
-        info.state_heads,
-    )
-
-
 def _makes_sense(region: Region, geometry: Geometry) -> bool:
     """Return whether a peer's region is consistent with the rest of the peer's layout."""
     heads = (
@@ -281,7 +239,8 @@ def _makes_sense(region: Region, geometry: Geometry) -> bool:
         and (
             region.axes is None
             or (
-                is_dense(region.axes, region.block_bytes)
+                len(region.axes) <= _MAX_AXES
+                and is_dense(region.axes, region.block_bytes)
                 and all(region.count(kind) == count for kind, count in counts.items())
                 and geometry.block_size % region.count(AxisKind.TOKEN) == 0
             )

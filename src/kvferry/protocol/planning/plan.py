@@ -27,7 +27,7 @@ from kvferry.protocol.planning.axes import (
 from kvferry.protocol.planning.geometry import Geometry
 from kvferry.protocol.planning.heads import heads_of, heads_to_read
 from kvferry.protocol.tickets import NO_BLOCK
-from kvferry.types import Axis, AxisKind, MemoryKind, Region
+from kvferry.types import Axis, AxisKind, BlockIds, MemoryKind, Region
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,11 +134,19 @@ class _Chunks:
     remote_blocks: Offsets
 
 
+_KnownOffsets = dict[tuple[_Template, _Chunks, int, int], tuple[Offsets, Offsets]]
+"""Offsets of segments in the local and in the remote region, for each template and group of chunks
+and for the strides of both regions. Regions with equal segments in the same blocks get the same
+array objects: transports compare the arrays by identity (`transports/copy/segments.py`,
+`transports/copy/table.py`).
+"""
+
+
 def plan_read(
     local: Geometry,
     remote: Geometry,
-    local_blocks: Sequence[Sequence[int]],
-    remote_blocks: Sequence[Sequence[int]],
+    local_blocks: BlockIds,
+    remote_blocks: BlockIds,
     tokens: range,
     needed_from: Sequence[int] = (),
 ) -> list[Segments]:
@@ -151,39 +159,39 @@ def plan_read(
     """
     if not tokens:
         return []
-    chunks = {
-        group: _state_chunk(local, remote, group, local_blocks, remote_blocks, tokens)
-        if is_state
-        else _chunks(
-            local,
-            remote,
-            group,
-            local_blocks,
-            remote_blocks,
-            tokens,
-            needed_from[group] if needed_from else 0,
+    chunks = {}
+    for group, is_state in {region.group: region.is_state for region in local.regions}.items():
+        blocks, start = (local_blocks, remote_blocks), needed_from[group] if needed_from else 0
+        chunks[group] = (
+            _state_chunk(local, remote, group, *blocks, tokens)
+            if is_state
+            else _chunks(local, remote, group, *blocks, tokens, start)
         )
-        for group, is_state in {region.group: region.is_state for region in local.regions}.items()
-    }
-    offset_cache = _OffsetCache()
+    known: _KnownOffsets = {}
     segments = []
     for overlap in _overlaps(local.regions, remote.regions):
-        mine, other = _chunk_shares(local, remote, overlap.local)
-        if mine.heads:
+        total = local.heads_in(overlap.local)
+        heads = heads_to_read(local.tp_rank, local.tp_size, remote.tp_rank, remote.tp_size, total)
+        if heads:
             segments += [
-                _segments(overlap, mine, other, part, offset_cache)
+                _segments(overlap, local, remote, heads, part, known)
                 for part in chunks[overlap.local.group]
             ]
     return segments
 
 
-def check_state_boundary(geometry: Geometry, ticket_tokens: int, end: int) -> None:
-    """Raise RemoteProtocolError if the cache holds states and the producer's states are not those
-    after exactly `end` tokens.
+def check_prefill(geometry: Geometry, num_tokens: int, shared: int, end: int) -> None:
+    """Raise RemoteProtocolError unless a prefill of `num_tokens` tokens, of which our prompt
+    certainly shares the first `shared`, holds the KV and the states after our first `end` tokens.
     """
-    if geometry.has_states and ticket_tokens != end:
+    if shared < end:
         raise RemoteProtocolError(
-            f"the producer's states are those after {ticket_tokens} tokens, but the states after "
+            f"the prefill was of another prompt or of other weights: {shared} tokens are known to "
+            f"be the same, but {end} are needed"
+        )
+    if geometry.has_states and num_tokens != end:
+        raise RemoteProtocolError(
+            f"the producer's states are those after {num_tokens} tokens, but the states after "
             f"{end} tokens are needed"
         )
 
@@ -191,7 +199,7 @@ def check_state_boundary(geometry: Geometry, ticket_tokens: int, end: int) -> No
 def plan_permutations(
     local: Geometry,
     remotes: Sequence[Geometry],
-    local_blocks: Sequence[Sequence[int]],
+    local_blocks: BlockIds,
     tokens: range,
 ) -> list[BlockPermutation]:
     """Return the permutations of the blocks that `plan_read` reads in the producer's order.
@@ -284,8 +292,8 @@ def _chunks(
     local: Geometry,
     remote: Geometry,
     group: int,
-    local_blocks: Sequence[Sequence[int]],
-    remote_blocks: Sequence[Sequence[int]],
+    local_blocks: BlockIds,
+    remote_blocks: BlockIds,
     tokens: range,
     needed_from: int,
 ) -> list[_Chunks]:
@@ -325,8 +333,8 @@ def _state_chunk(
     local: Geometry,
     remote: Geometry,
     group: int,
-    local_blocks: Sequence[Sequence[int]],
-    remote_blocks: Sequence[Sequence[int]],
+    local_blocks: BlockIds,
+    remote_blocks: BlockIds,
     tokens: range,
 ) -> list[_Chunks]:
     """Return the chunk with the state after the last of `tokens`; none if our block list has no
@@ -347,85 +355,62 @@ def _state_chunk(
     ]
 
 
-def _chunk_shares(
-    local: Geometry, remote: Geometry, region: Region
-) -> tuple["_ChunkShare", "_ChunkShare"]:
-    """Return the share of each chunk of a region that our rank reads from the producer's rank."""
-    total = local.heads_in(region)
-    heads = heads_to_read(local.tp_rank, local.tp_size, remote.tp_rank, remote.tp_size, total)
-    size = min(local.block_size, remote.block_size)
-    mine, other = (
-        _ChunkShare(
-            side.block_size if region.is_state else size,
-            side.block_size,
-            _within(heads, side, total),
-        )
-        for side in (local, remote)
-    )
-    return mine, other
-
-
-@dataclass(frozen=True, slots=True)
-class _ChunkShare:
-    """The part of each chunk that one rank holds: `tokens` per chunk, and head numbers within the
-    rank's cache, whose blocks hold `block_size` tokens.
-    """
-
-    tokens: int
-    block_size: int
-    heads: range
-
-    def cut(
-        self, region: Region, axes: tuple[Axis, ...], layers: tuple[int, ...], number: int
-    ) -> _Cut:
-        """Return the cut of chunk `number` of a block in `region`, arranged as `axes` say."""
-        # A kernel may pack several tokens at one index, so a token axis may count fewer items than
-        # the block has tokens.
-        items = region.count(AxisKind.TOKEN) * self.tokens // self.block_size
-        return _Cut(axes, layers, range(number * items, (number + 1) * items), self.heads)
-
-
-class _OffsetCache:
-    """Offsets of segments for each template and group of chunks, computed once.
-
-    Regions with equal segments in the same blocks get the same array objects. Transports compare
-    the arrays by identity (`transports/copy/segments.py`, `transports/copy/table.py`).
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[_Template, _Chunks, int, int], tuple[Offsets, Offsets]] = {}
-
-    def offsets(
-        self, template: _Template, chunks: _Chunks, local_stride: int, remote_stride: int
-    ) -> tuple[Offsets, Offsets]:
-        """Return where the segments start in the local and in the remote region."""
-        key = template, chunks, local_stride, remote_stride
-        if key not in self._known:
-            local = (chunks.local_blocks[:, None] * local_stride + template.local).ravel()
-            remote = (chunks.remote_blocks[:, None] * remote_stride + template.remote).ravel()
-            for offsets in (local, remote):
-                offsets.setflags(write=False)
-            self._known[key] = local, remote
-        return self._known[key]
-
-
 def _segments(
     overlap: _Overlap,
-    mine: _ChunkShare,
-    other: _ChunkShare,
+    local: Geometry,
+    remote: Geometry,
+    heads: range,
     chunks: _Chunks,
-    offset_cache: _OffsetCache,
+    known: _KnownOffsets,
 ) -> Segments:
     ours, theirs = overlap.local, overlap.remote
     axes = overlap.axes_here
     if axes is not None and theirs.axes is not None:
-        here = mine.cut(ours, axes, overlap.local_layers, chunks.here)
-        there = other.cut(theirs, theirs.axes, overlap.remote_layers, chunks.there)
+        size = min(local.block_size, remote.block_size)
+        here = _cut(local, ours, axes, overlap.local_layers, heads, chunks.here, size)
+        there = _cut(remote, theirs, theirs.axes, overlap.remote_layers, heads, chunks.there, size)
         template = _template(here, there, ours.item_bytes)
     else:
         template = _whole_blocks(ours.block_bytes)
-    offsets = offset_cache.offsets(template, chunks, ours.stride_bytes, theirs.stride_bytes)
-    return Segments(overlap.local_index, overlap.remote_index, template.segment_bytes, *offsets)
+    key = template, chunks, ours.stride_bytes, theirs.stride_bytes
+    if key not in known:
+        known[key] = (
+            _starts(chunks.local_blocks, ours.stride_bytes, template.local),
+            _starts(chunks.remote_blocks, theirs.stride_bytes, template.remote),
+        )
+    return Segments(overlap.local_index, overlap.remote_index, template.segment_bytes, *known[key])
+
+
+def _starts(blocks: Offsets, stride_bytes: int, within_block: Offsets) -> Offsets:
+    starts = (blocks[:, None] * stride_bytes + within_block).ravel()
+    starts.setflags(write=False)
+    return starts
+
+
+def _cut(
+    side: Geometry,
+    region: Region,
+    axes: tuple[Axis, ...],
+    layers: tuple[int, ...],
+    heads: range,
+    number: int,
+    chunk_tokens: int,
+) -> _Cut:
+    """Return the cut of chunk `number` of a block in one side's region, arranged as `axes` say.
+
+    `heads` are head numbers of the model; the cut has head numbers within the rank's cache.
+    """
+    first = heads_of(side.tp_rank, side.tp_size, side.heads_in(region)).start
+    tokens = side.block_size if region.is_state else chunk_tokens
+    # A kernel may pack several tokens at one index, so a token axis may count fewer items than the
+    # block has tokens.
+    items = region.count(AxisKind.TOKEN) * tokens // side.block_size
+    return _Cut(
+        axes,
+        layers,
+        range(number * items, (number + 1) * items),
+        range(heads.start - first, heads.stop - first),
+    )
 
 
 @lru_cache(maxsize=64)
@@ -452,15 +437,7 @@ def _template(local: _Cut, remote: _Cut, item_bytes: int) -> _Template:
     return _Template(items * item_bytes, to[kept], source[kept])
 
 
-def _within(heads: range, geometry: Geometry, total_heads: int) -> range:
-    """Convert head numbers of the model to head numbers within a rank's cache."""
-    first = heads_of(geometry.tp_rank, geometry.tp_size, total_heads).start
-    return range(heads.start - first, heads.stop - first)
-
-
-def _block_slice(
-    blocks: Sequence[Sequence[int]], group: int, first: int, end: int, whose: str
-) -> Offsets:
+def _block_slice(blocks: BlockIds, group: int, first: int, end: int, whose: str) -> Offsets:
     """Return blocks `first` to `end` of a group; RemoteProtocolError if the list is too short."""
     if group >= len(blocks) or len(blocks[group]) < end:
         held = len(blocks[group]) if group < len(blocks) else 0

@@ -25,7 +25,7 @@ from kvferry.events import LeaseEnded
 from kvferry.protocol.actions import CopyToHostBuffer
 from kvferry.protocol.outbox import Outbox
 from kvferry.protocol.tickets import NO_BLOCK
-from kvferry.types import RequestId, Route
+from kvferry.types import BlockIds, RequestId, Route
 
 # -- copy queue --
 # If two copies share a block, the later copy waits until the earlier copy has ended. After a
@@ -91,10 +91,6 @@ class HostCopyQueue:
 # Tracks, for each lease, its copies and the offers, readers and lease end that wait for the copies.
 
 
-BlockTables = tuple[tuple[int, ...], ...]
-"""Block table of each group."""
-
-
 @dataclass(frozen=True, slots=True)
 class Publication:
     """What an offer of a leased prefill contains."""
@@ -132,7 +128,7 @@ class _LeaseCopy:
     """Whether the lease was opened while the prefill computed, and is copied by segments."""
     is_open: bool
     """Whether the engine still computes the request, so that more blocks will follow."""
-    copies: dict[int, BlockTables] = field(default_factory=dict)
+    copies: dict[int, BlockIds] = field(default_factory=dict)
     """Running and queued copies, by copy number."""
     publications: deque[tuple[int, Publication]] = field(default_factory=deque)
     """Publications in order, each with the number of the last copy to wait for."""
@@ -167,7 +163,7 @@ class HostBufferCopies:
 
     # -- calls from the engine --
 
-    def grant(self, request: RequestId, blocks: BlockTables) -> None:
+    def grant(self, request: RequestId, blocks: BlockIds) -> None:
         self._lease_copies[request] = lease_copy = _LeaseCopy(
             request, is_streamed=False, is_open=False
         )
@@ -176,7 +172,7 @@ class HostBufferCopies:
     def open(self, request: RequestId) -> None:
         self._lease_copies[request] = _LeaseCopy(request, is_streamed=True, is_open=True)
 
-    def close(self, request: RequestId, blocks: BlockTables) -> None:
+    def close(self, request: RequestId, blocks: BlockIds) -> None:
         """Enqueue the copy of the last blocks of an open lease."""
         lease_copy = self._lease_copies.get(request)
         if lease_copy is not None:
@@ -184,7 +180,7 @@ class HostBufferCopies:
             self._enqueue(lease_copy, blocks)
 
     def publish(
-        self, request: RequestId, publication: Publication, blocks: BlockTables
+        self, request: RequestId, publication: Publication, blocks: BlockIds
     ) -> Publication | None:
         """Copy the new blocks of an open lease, and publish when all copies so far have ended.
 
@@ -306,7 +302,7 @@ class HostBufferCopies:
             del self._lease_copies[lease_copy.request]
         return CopyResult(lease_copy.request, publication, readers)
 
-    def _enqueue(self, lease_copy: _LeaseCopy, blocks: BlockTables) -> None:
+    def _enqueue(self, lease_copy: _LeaseCopy, blocks: BlockIds) -> None:
         self._last_copy += 1
         lease_copy.copies[self._last_copy] = blocks
         self._owners[self._last_copy] = lease_copy

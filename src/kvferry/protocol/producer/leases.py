@@ -19,25 +19,21 @@ have not ended. Pure: the caller passes `now` (local monotonic seconds) and acts
 values.
 """
 
-import math
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from heapq import heapify, heappop, heappush
 from typing import Generic, TypeVar
 
 from kvferry.errors import LocalProtocolError
 from kvferry.events import LeaseEnded
+from kvferry.protocol.heartbeats import Deadlines
 from kvferry.types import LeaseEnd, RequestId
 
 MAX_READERS = 8192
 """Readers of one lease, awaited readers included. Enough for a large number of samples of one
 prompt, each on a few ranks.
 """
-
-MAX_STALE_ENTRIES = 64
-"""Up to this many stale heap entries are handled one by one; beyond that the heap is rebuilt."""
 
 
 class TicketStatus(StrEnum):
@@ -54,7 +50,6 @@ class _Lease:
     """State of one granted lease."""
 
     serial: int
-    deadline: float
     readers: dict[str, str] = field(default_factory=dict)
     """Attached readers, each with the transport used for reading."""
     awaited: set[str] = field(default_factory=set)
@@ -80,10 +75,8 @@ class LeaseTable:
     extension_s: float
     _leases: dict[RequestId, _Lease] = field(default_factory=dict, init=False)
     _last_serial: int = field(default=0, init=False)
-    # Heap with at least one entry per closed lease, plus stale entries of ended leases. A renewal
-    # does not touch the heap: when the old entry reaches the top, `expire` pushes the entry back
-    # with the new deadline (docs/decisions/019-many-leases.md).
-    _by_deadline: list[tuple[float, RequestId]] = field(default_factory=list, init=False)
+    _deadlines: Deadlines[RequestId] = field(default_factory=Deadlines, init=False)
+    """Deadlines of the leases that are not open."""
     _readers_by_transport: Counter[str] = field(default_factory=Counter, init=False)
     _possibly_ended: dict[RequestId, None] = field(default_factory=dict, init=False)
     """Leases to examine in `take_ended`: a reader has left, or the lease was settled or closed."""
@@ -100,25 +93,25 @@ class LeaseTable:
 
     @property
     def num_entries(self) -> int:
-        """Size of the deadline heap, stale entries included: at most about twice the leases."""
-        return len(self._by_deadline)
+        """Size of the heap of deadlines, stale entries included."""
+        return self._deadlines.num_entries
 
     def num_readers(self, transport: str) -> int:
         """Return how many readers, over all leases, read with this transport."""
         return self._readers_by_transport[transport]
 
-    def grant(self, request: RequestId, serial: int, now: float) -> None:
-        """Grant a lease of `lease_ttl_s` seconds on the blocks of a finished prefill."""
-        self._run_until(request, self._add(request, serial), now + self.lease_ttl_s)
-
-    def retain(self, request: RequestId, serial: int, now: float, lease_ttl_s: float) -> None:
-        """Grant a lease of `lease_ttl_s` seconds on a retained turn, which may never be read.
-
-        A renewal does not shorten the lease; `evict` does.
+    def grant(
+        self, request: RequestId, serial: int, now: float, lease_ttl_s: float | None = None
+    ) -> None:
+        """Grant a lease on the blocks of a finished prefill or, with its own `lease_ttl_s`, on a
+        retained turn, which may never be read. A renewal does not shorten the lease; `evict` does.
         """
         lease = self._add(request, serial)
-        lease.unsettled = LeaseEnd.LAPSED
-        self._run_until(request, lease, now + lease_ttl_s)
+        if lease_ttl_s is None:
+            lease_ttl_s = self.lease_ttl_s
+        else:
+            lease.unsettled = LeaseEnd.LAPSED
+        self._deadlines.set(request, now + lease_ttl_s)
 
     def evict(self, request: RequestId, now: float) -> None:
         """Stop retaining a turn because the owner needs the blocks.
@@ -126,18 +119,11 @@ class LeaseTable:
         The lease waits for no new reader. Attached readers may finish as long as they renew. Call
         `take_ended` afterwards.
         """
-        lease = self._leases.get(request)
-        if lease is None:
-            return
-        lease.settled = lease.settled or LeaseEnd.RELEASED
-        self._possibly_ended[request] = None
-        if lease.deadline > now + self.lease_ttl_s:
+        if self.abandon(request):
             # A dead reader must not hold the blocks for the long duration of a retained turn.
-            self._run_until(request, lease, now + self.lease_ttl_s)
-
-    def _run_until(self, request: RequestId, lease: _Lease, until: float) -> None:
-        lease.deadline = until
-        self._note_deadline(request, until)
+            deadline, latest = self._deadlines.get(request), now + self.lease_ttl_s
+            if deadline is not None and deadline > latest:
+                self._deadlines.set(request, latest)
 
     def open(self, request: RequestId, serial: int) -> None:
         """Grant a lease on blocks that the engine is still filling.
@@ -156,7 +142,7 @@ class LeaseTable:
             raise LocalProtocolError(f"{request} has no open lease")
         lease.is_open = False
         self._possibly_ended[request] = None
-        self._run_until(request, lease, now + self.lease_ttl_s)
+        self._deadlines.set(request, now + self.lease_ttl_s)
 
     def _add(self, request: RequestId, serial: int) -> _Lease:
         if request in self._leases or serial <= self._last_serial:
@@ -164,15 +150,8 @@ class LeaseTable:
                 f"lease granted twice: {request} (serial {serial}, last {self._last_serial})"
             )
         self._last_serial = serial
-        lease = self._leases[request] = _Lease(serial, math.inf)
+        lease = self._leases[request] = _Lease(serial)
         return lease
-
-    def _note_deadline(self, request: RequestId, at: float) -> None:
-        heappush(self._by_deadline, (at, request))
-        if len(self._by_deadline) > 2 * len(self._leases) + MAX_STALE_ENTRIES:
-            # Most leases end long before their deadline and leave a stale entry behind. Without a
-            # rebuild, stale entries would outnumber the live leases.
-            self._rebuild_heap()
 
     def ticket_status(self, request: RequestId, serial: int) -> TicketStatus:
         """Return whether the lease of a ticket is held, still to be granted, or over."""
@@ -208,7 +187,7 @@ class LeaseTable:
         self._drop_reader(lease, reader)
         lease.readers[reader] = transport
         self._readers_by_transport[transport] += 1
-        lease.deadline = max(lease.deadline, now + self.extension_s)
+        self._deadlines.extend([request], now + self.extension_s)
         return True
 
     def note_offer(self, request: RequestId, reader: str) -> None:
@@ -224,16 +203,10 @@ class LeaseTable:
         ):
             lease.offered.add(reader)
 
-    def renew_all(self, requests: Iterable[RequestId], now: float) -> list[RequestId]:
+    def renew_all(self, requests: Sequence[RequestId], now: float) -> list[RequestId]:
         """Renew leases and return those that are not held (a late heartbeat, not an error)."""
-        until, leases, missing = now + self.extension_s, self._leases, []
-        for request in requests:
-            lease = leases.get(request)
-            if lease is None:
-                missing.append(request)
-            elif lease.deadline < until:
-                lease.deadline = until
-        return missing
+        self._deadlines.extend(requests, now + self.extension_s)
+        return [request for request in requests if request not in self._leases]
 
     def confirm(self, request: RequestId, reader: str, now: float) -> bool:
         """Detach a reader and return True if the lease was alive for the reader's whole read.
@@ -243,7 +216,10 @@ class LeaseTable:
         False, nothing has changed.
         """
         lease = self._leases.get(request)
-        if lease is None or reader not in lease.readers or lease.deadline <= now:
+        if lease is None or reader not in lease.readers:
+            return False
+        deadline = self._deadlines.get(request)
+        if deadline is not None and deadline <= now:
             return False
         self._drop_reader(lease, reader)
         lease.settled = LeaseEnd.CONFIRMED
@@ -290,60 +266,38 @@ class LeaseTable:
             if lease is None or lease.is_open or lease.settled is None:
                 continue
             if not (lease.readers or lease.awaited or lease.offered):
-                del self._leases[request]
-                ended.append(LeaseEnded(request, lease.settled))
+                ended.append(self._remove(request, lease))
         self._possibly_ended.clear()
         return ended
 
     def revoke(self, request: RequestId) -> LeaseEnded | None:
         """Remove and return a lease even if readers are attached, because the KV is not valid."""
-        lease = self._leases.pop(request, None)
+        lease = self._leases.get(request)
         if lease is None:
             return None
-        for reader in list(lease.readers):
-            self._drop_reader(lease, reader)
-        return LeaseEnded(request, lease.settled or LeaseEnd.RELEASED)
+        lease.unsettled = LeaseEnd.RELEASED
+        return self._remove(request, lease)
 
     def expire(self, now: float) -> list[LeaseEnded]:
         """Remove and return every lease whose deadline has passed, earliest first."""
-        ended, renewed = [], 0
-        while self._by_deadline and self._by_deadline[0][0] <= now:
-            _, request = heappop(self._by_deadline)
-            lease = self._leases.get(request)
-            if lease is None or lease.is_open:
-                # Stale: an open lease has no deadline, so the entry is from an earlier lease of the
-                # same request.
-                continue
-            if lease.deadline > now:
-                heappush(self._by_deadline, (lease.deadline, request))
-                renewed += 1
-                if renewed == MAX_STALE_ENTRIES:
-                    # One heartbeat renews many leases, so if some entries are stale, most are.
-                    # Rebuilding the heap once is cheaper than pushing entries back one by one.
-                    self._rebuild_heap()
-                continue
-            del self._leases[request]
-            for reader in list(lease.readers):
-                self._drop_reader(lease, reader)
-            ended.append(LeaseEnded(request, lease.settled or lease.unsettled))
-        return ended
+        return [
+            self._remove(request, self._leases[request])
+            for request in self._deadlines.take_due(now)
+        ]
 
     def next_deadline(self) -> float | None:
         """Return the latest time for the next call of `expire`; None if no deadline is set.
 
         The time may be too early after a renewal; `expire` then finds nothing to end.
         """
-        while self._by_deadline and self._by_deadline[0][1] not in self._leases:
-            heappop(self._by_deadline)
-        return self._by_deadline[0][0] if self._by_deadline else None
+        return self._deadlines.next()
 
-    def _rebuild_heap(self) -> None:
-        self._by_deadline = [
-            (lease.deadline, request)
-            for request, lease in self._leases.items()
-            if not lease.is_open
-        ]
-        heapify(self._by_deadline)
+    def _remove(self, request: RequestId, lease: _Lease) -> LeaseEnded:
+        del self._leases[request]
+        self._deadlines.drop(request)
+        for reader in list(lease.readers):
+            self._drop_reader(lease, reader)
+        return LeaseEnded(request, lease.settled or lease.unsettled)
 
     def _drop_reader(self, lease: _Lease, reader: str) -> None:
         transport = lease.readers.pop(reader, None)
@@ -407,43 +361,32 @@ Asker = TypeVar("Asker")
 
 @dataclass(slots=True)
 class OpenQuestions(Generic[Asker]):
-    """Questions about turns that have not ended, each with a deadline."""
+    """Questions about turns that have not ended, each with a deadline. `take` and `expire` scan all
+    of them: routers ask about a turn only as it ends, so few are open.
+    """
 
     max_questions: int = 10_000
-    _by_turn: dict[str, list[tuple[Asker, float]]] = field(default_factory=dict, init=False)
-    """Turn id -> the askers, each with the deadline of the question."""
-    _num_questions: int = field(default=0, init=False)
+    _open: list[tuple[str, Asker, float]] = field(default_factory=list, init=False)
+    """The turn, the asker and the deadline of each question."""
 
     def __len__(self) -> int:
-        return self._num_questions
+        return len(self._open)
 
     def ask(self, turn_id: str, asker: Asker, until: float) -> bool:
         """Add a question; False if there are too many already."""
-        if self._num_questions >= self.max_questions:
+        if len(self._open) >= self.max_questions:
             return False
-        self._by_turn.setdefault(turn_id, []).append((asker, until))
-        self._num_questions += 1
+        self._open.append((turn_id, asker, until))
         return True
 
     def take(self, turn_id: str) -> list[Asker]:
         """Remove the questions about a turn that has ended; return the askers."""
-        askers = [asker for asker, _ in self._by_turn.pop(turn_id, ())]
-        self._num_questions -= len(askers)
+        askers = [asker for turn, asker, _ in self._open if turn == turn_id]
+        self._open = [question for question in self._open if question[0] != turn_id]
         return askers
 
     def expire(self, now: float) -> list[tuple[str, Asker]]:
-        """Remove the questions whose deadline has passed; return the turn and asker of each. Scans
-        all questions, so one call every second or so is enough.
-        """
-        due = [
-            (turn_id, asker)
-            for turn_id, askers in self._by_turn.items()
-            for asker, until in askers
-            if until <= now
-        ]
-        for turn_id, _ in due:
-            left = [entry for entry in self._by_turn.pop(turn_id, ()) if entry[1] > now]
-            if left:
-                self._by_turn[turn_id] = left
-        self._num_questions -= len(due)
+        """Remove the questions whose deadline has passed; return the turn and asker of each."""
+        due = [(turn, asker) for turn, asker, until in self._open if until <= now]
+        self._open = [question for question in self._open if question[2] > now]
         return due

@@ -3,13 +3,12 @@ that ended before the other side arrived. Pure.
 """
 
 import re
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from kvferry.protocol.heartbeats import Deadlines
 
-K = TypeVar("K", bound=Hashable)
+K = TypeVar("K", bound=str | int | tuple[str, str])
 # The random tail that an engine appends to a request id.
 _TAIL = re.compile(r"-[0-9a-f]{8}\Z")
 
@@ -28,15 +27,20 @@ class MatchKey:
         """The request id without the engine's random tail."""
         return _TAIL.sub("", self.request)
 
+    @property
+    def rules(self) -> tuple[tuple[str, str], ...]:
+        """What to match by, the most exact first."""
+        if self.match_id:
+            return (("match id", self.match_id),)
+        return (("request", self.request), ("base", self.base))
+
 
 @dataclass(slots=True)
 class MatchIndex(Generic[K]):
     """Entries that wait for their counterpart, indexed by the ids of their `MatchKey`."""
 
     _names: dict[K, MatchKey] = field(default_factory=dict, init=False)
-    _by_match_id: dict[str, dict[K, None]] = field(default_factory=dict, init=False)
-    _by_request: dict[str, dict[K, None]] = field(default_factory=dict, init=False)
-    _by_base: dict[str, dict[K, None]] = field(default_factory=dict, init=False)
+    _by_rule: dict[tuple[str, str], dict[K, None]] = field(default_factory=dict, init=False)
 
     def __len__(self) -> int:
         return len(self._names)
@@ -52,37 +56,25 @@ class MatchIndex(Generic[K]):
         """Add an entry, or replace the ids of an entry with the same key."""
         self.drop(key)
         self._names[key] = name
-        for index, value in self._entries(name):
-            index.setdefault(value, {})[key] = None
+        for rule in name.rules:
+            self._by_rule.setdefault(rule, {})[key] = None
 
     def drop(self, key: K) -> None:
         """Remove an entry; an unknown key is ignored."""
         name = self._names.pop(key, None)
-        if name is None:
-            return
-        for index, value in self._entries(name):
-            del index[value][key]
-            if not index[value]:
-                del index[value]
+        for rule in () if name is None else name.rules:
+            del self._by_rule[rule][key]
+            if not self._by_rule[rule]:
+                del self._by_rule[rule]
 
     def find(self, name: MatchKey) -> list[K]:
         """Return all matches of the first matching rule that finds any."""
-        return self.find_exactly(name) or (
-            [] if name.match_id else list(self._by_base.get(name.base, ()))
-        )
+        found = (self._by_rule[rule] for rule in name.rules if rule in self._by_rule)
+        return list(next(found, ()))
 
     def find_exactly(self, name: MatchKey) -> list[K]:
         """Return all matches by match id or full request id, without the rule that drops tails."""
-        return list(
-            self._by_match_id.get(name.match_id, ())
-            if name.match_id
-            else self._by_request.get(name.request, ())
-        )
-
-    def _entries(self, name: MatchKey) -> list[tuple[dict[str, dict[K, None]], str]]:
-        if name.match_id:
-            return [(self._by_match_id, name.match_id)]
-        return [(self._by_request, name.request), (self._by_base, name.base)]
+        return list(self._by_rule.get(name.rules[0], ()))
 
 
 # -- tombstones --
@@ -94,83 +86,46 @@ MAX_TOMBSTONES = 10_000
 and its counterpart waits until the counterpart's own deadline.
 """
 
-TombstoneKey = tuple[str, str]
-"""Same form as `RegistrationKey`."""
-
 
 @dataclass(slots=True)
-class PushTombstones:
-    """Tombstones of ended prefills, with the reason, and of consumers that need nothing.
+class Tombstones(Generic[K]):
+    """Tombstones of one kind, each with a reason.
 
     Only legs with a match id leave a tombstone: by request id, a client's retry with the same id
     would find the tombstone of the first attempt.
     """
 
     lease_ttl_s: float
-    _over: MatchIndex[str] = field(default_factory=MatchIndex, init=False)
-    _declined: MatchIndex[str] = field(default_factory=MatchIndex, init=False)
-    _reasons: dict[str, str] = field(default_factory=dict, init=False)
-    _expiry: Deadlines[str] = field(default_factory=Deadlines, init=False)
-    _undated: dict[str, None] = field(default_factory=dict, init=False)
-    """Tombstones added without a time; their time to live starts at the next `expire`."""
+    _index: MatchIndex[K] = field(default_factory=MatchIndex, init=False)
+    _reasons: dict[K, str] = field(default_factory=dict, init=False)
+    _expiry: Deadlines[K] = field(default_factory=Deadlines, init=False)
 
     def __len__(self) -> int:
-        return len(self._over) + len(self._declined)
+        return len(self._index)
 
-    def add_ended(self, name: MatchKey, reason: str, now: float | None = None) -> None:
-        """Record why a prefill ended; without `now`, the TTL starts at the next `expire`."""
+    def add(self, key: K, name: MatchKey, reason: str, now: float) -> None:
         if not name.match_id:
             return
-        key = f"over {name.request}"
-        self._over.add(key, name)
+        self._index.add(key, name)
         self._reasons[key] = reason
-        self._keep(key, self._over, now)
+        self._expiry.set(key, now + self.lease_ttl_s)
+        if len(self._index) > MAX_TOMBSTONES:
+            self.remove(self._index.oldest)
 
-    def add_declined(self, registration_key: TombstoneKey, name: MatchKey, now: float) -> None:
-        """Record that no reader of this registration needs the prefill."""
-        if not name.match_id:
-            return
-        key = _declined_key(registration_key)
-        self._declined.add(key, name)
-        self._keep(key, self._declined, now)
+    def remove(self, key: K) -> None:
+        """Remove a tombstone; an unknown key is ignored."""
+        self._index.drop(key)
+        self._reasons.pop(key, None)
+        self._expiry.drop(key)
 
-    def remove_declined(self, registration_key: TombstoneKey) -> None:
-        """Remove the tombstone of a registration for which another reader has arrived."""
-        self._forget(_declined_key(registration_key))
-
-    def end_reason(self, name: MatchKey) -> str | None:
-        found = self._over.find_exactly(name)
+    def find(self, name: MatchKey) -> str | None:
+        """Return the reason of the tombstone; None if there is none."""
+        found = self._index.find_exactly(name)
         return self._reasons[found[0]] if found else None
 
-    def is_declined(self, name: MatchKey) -> bool:
-        """Return whether no consumer needs this prefill, even if it is computed again."""
-        return bool(self._declined.find_exactly(name))
-
     def expire(self, now: float) -> None:
-        for key in self._undated:
-            self._expiry.set(key, now + self.lease_ttl_s)
-        self._undated.clear()
         for key in self._expiry.take_due(now):
-            self._forget(key)
+            self.remove(key)
 
     def next_deadline(self) -> float | None:
         return self._expiry.next()
-
-    def _keep(self, key: str, match_index: MatchIndex[str], now: float | None) -> None:
-        if now is None:
-            self._undated[key] = None
-        else:
-            self._expiry.set(key, now + self.lease_ttl_s)
-        if len(match_index) > MAX_TOMBSTONES:
-            self._forget(match_index.oldest)
-
-    def _forget(self, key: str) -> None:
-        self._over.drop(key)
-        self._declined.drop(key)
-        self._reasons.pop(key, None)
-        self._expiry.drop(key)
-        self._undated.pop(key, None)
-
-
-def _declined_key(registration_key: TombstoneKey) -> str:
-    return f"declined {registration_key[0]} {registration_key[1]}"

@@ -40,23 +40,21 @@ from kvferry.protocol.messages import (
     Revoke,
     ToProducer,
 )
-from kvferry.protocol.producer.host_buffers import BlockTables, HostBufferCopies, Publication
+from kvferry.protocol.producer.host_buffers import HostBufferCopies, Publication
 from kvferry.protocol.producer.leases import LeaseTable, TicketStatus
 from kvferry.protocol.producer.pending import MAX_PENDING_TICKETS, PendingTickets
-from kvferry.protocol.producer.push import ProducerSettings, PushCoordinator
-from kvferry.protocol.producer.push_writer import PushWriter
+from kvferry.protocol.producer.push import PushCoordinator
+from kvferry.protocol.producer.push_writer import ProducerSettings, PushWriter
 from kvferry.protocol.tickets import PushTicketKey, TicketKey
-from kvferry.types import RequestId, Route
+from kvferry.types import BlockIds, RequestId, Route
 
-READ_WATCH_S = 1.0
-"""How long after a reader's `Attach` or read announcement the worker polls transports more often.
-
-This applies to transports that need our help to be read (docs/decisions/019-many-leases.md).
+READ_WATCH_S, READ_WATCH_INTERVAL_S = 1.0, 0.01
+"""For this long after a reader's `Attach` or read announcement, the worker polls at this interval
+the transports that need our help to be read (docs/decisions/019-many-leases.md).
 """
-READ_START_S = 0.02
-"""How long after a reader's `Attach` or read announcement the worker polls almost constantly.
-
-Some reads begin with a request to us that arrives a moment after the announcement.
+READ_START_S, READ_START_INTERVAL_S = 0.02, 0.001
+"""As above, at first: some reads begin with a request to us that arrives a moment after the
+announcement.
 """
 
 
@@ -96,7 +94,7 @@ class Producer:
     @property
     def num_registrations(self) -> int:
         """Number of consumer ranks that are registered and wait for a prefill."""
-        return self._push.num_registrations
+        return self._push.matcher.num_waiting
 
     def num_readers(self, transport: str) -> int:
         """Return how many readers may be reading our blocks with this transport right now."""
@@ -106,41 +104,28 @@ class Producer:
         """Return whether a copy of one of these blocks to the host buffer is running or queued."""
         return self._host_buffer_copies.is_copying(blocks)
 
-    def grant(self, request: RequestId, serial: int, now: float, blocks: BlockTables = ()) -> None:
-        """Grant a lease on the blocks of a request, which the engine holds for readers from now on.
-
-        Only a producer with a host buffer needs `blocks`.
-        """
-        self._leases.grant(request, serial, now)
-        if self._settings.uses_host_buffer:
-            self._host_buffer_copies.grant(request, blocks)
-        self._serve_pending_readers(request, serial, now)
-
-    def retain(
+    def grant(
         self,
         request: RequestId,
         serial: int,
         now: float,
-        lease_ttl_s: float,
-        blocks: BlockTables = (),
+        blocks: BlockIds = (),
+        lease_ttl_s: float | None = None,
     ) -> None:
-        """Grant a lease on a retained turn, whose blocks the engine keeps for a possible reader.
+        """Grant a lease on the blocks of a request, which the engine holds for readers from now on.
 
-        The lease lasts `lease_ttl_s`, or until the engine needs the blocks and calls `evict`.
+        Only a producer with a host buffer needs `blocks`. The lease of a retained turn has its own
+        `lease_ttl_s`, and ends earlier if the engine needs the blocks and calls `evict`.
         """
-        self._leases.retain(request, serial, now, lease_ttl_s)
+        self._leases.grant(request, serial, now, lease_ttl_s)
         if self._settings.uses_host_buffer:
             self._host_buffer_copies.grant(request, blocks)
         self._serve_pending_readers(request, serial, now)
 
     def evict(self, request: RequestId, now: float) -> None:
-        """Evict a retained turn, because the engine needs its blocks.
-
-        `EvictionDeferred` is reported if a reader is still attached; the blocks are freed when the
-        reader detaches.
-        """
+        """Evict a retained turn; `EvictionDeferred` is reported if a reader is still attached."""
         self._leases.evict(request, now)
-        self._report_ended()
+        self._settle(now)
         if request in self._leases:
             self.outbox.report(EvictionDeferred(request))
 
@@ -158,11 +143,11 @@ class Producer:
                 self._leases.detach(request, end.reader)
         if pending.is_abandoned:
             self._leases.abandon(request)
-        self._report_ended()
+        self._settle(now)
 
     def expect_prefill(self, request: RequestId, match_id: str) -> None:
         """Let registrations for this prefill wait: its leg has arrived at the engine."""
-        self._push.expect(request, match_id)
+        self._push.matcher.expect(request, match_id)
 
     def open(self, request: RequestId, serial: int, now: float) -> None:
         """Open a lease on a request that the engine still computes; readers may read what is
@@ -173,15 +158,15 @@ class Producer:
             self._host_buffer_copies.open(request)
         self._serve_pending_readers(request, serial, now)
 
-    def close(self, request: RequestId, now: float, blocks: BlockTables = ()) -> None:
+    def close(self, request: RequestId, now: float, blocks: BlockIds = ()) -> None:
         """Close an open lease: the engine has finished the request and keeps the blocks leased.
 
         `blocks` are the last blocks that a producer with a host buffer still has to copy.
         """
         self._leases.close(request, now)
-        self._report_ended()
+        self._settle(now)
         if self._host_buffer_copies.failure_of(request):
-            self.revoke(request)
+            self.revoke(request, now)
         elif request in self._leases:
             self._host_buffer_copies.close(request, blocks)
 
@@ -192,8 +177,8 @@ class Producer:
         """
         self._leases.revoke(request)
         self._host_buffer_copies.withdraw(request)
-        self._push.withdraw(request, serial, now)
-        self._report_ended()
+        self._push.matcher.withdraw(request, serial, now)
+        self._settle(now)
 
     def publish(
         self,
@@ -202,7 +187,7 @@ class Producer:
         ticket: str,
         ready_tokens: int,
         now: float,
-        blocks: BlockTables = (),
+        blocks: BlockIds = (),
     ) -> None:
         """Offer `ready_tokens` tokens of a leased prefill to present and future registrations.
 
@@ -217,15 +202,17 @@ class Producer:
                 self._offer(request, due, now)
 
     def _offer(self, request: RequestId, publication: Publication, now: float) -> None:
-        self._push.publish(request, publication, now)
-        self._report_ended()
+        self._push.matcher.publish(
+            request, publication.match_id, publication.ticket, publication.ready_tokens
+        )
+        self._settle(now)
 
     def fail_prefill(self, request: RequestId, match_id: str, reason: str, now: float) -> None:
         """Revoke the lease of a failed prefill and refuse its readers and registrations."""
         self._leases.revoke(request)
         self._host_buffer_copies.withdraw(request)
-        self._push.fail(request, match_id, reason, now)
-        self._report_ended()
+        self._push.matcher.fail(request, match_id, reason, now)
+        self._settle(now)
 
     def copied_to_host_buffer(self, copy: int, error: str | None, now: float) -> None:
         """Handle the end of a `CopyToHostBuffer` action; the copy no longer reads engine blocks."""
@@ -243,14 +230,14 @@ class Producer:
             self.outbox.report(copied.end)
         elif copied.failure and copied.is_open:
             # The engine still computes this request; the end of the lease is reported by `close`.
-            self._push.fail(copied.request, copied.match_id, copied.failure, now)
-            self._report_ended()
+            self._push.matcher.fail(copied.request, copied.match_id, copied.failure, now)
+            self._settle(now)
         elif copied.failure:
-            self.revoke(copied.request)
+            self.revoke(copied.request, now)
         elif copied.publication is not None:
             self._offer(copied.request, copied.publication, now)
 
-    def release_ticket(self, request: RequestId, serial: int) -> None:
+    def release_ticket(self, request: RequestId, serial: int, now: float) -> None:
         """End the lease of a ticket whose holder gave it up, such as a router whose client has
         disconnected.
 
@@ -259,34 +246,34 @@ class Producer:
         """
         status = self._leases.ticket_status(request, serial)
         if status is TicketStatus.HELD and not self._leases.is_open(request):
-            self.revoke(request)
+            self.revoke(request, now)
         elif status is not TicketStatus.GONE:
-            self.abandon(request)
+            self.abandon(request, now)
 
     def decline_push(self, match_id: str, now: float) -> None:
         """Free the prefill of a push whose router has ended the decode leg before D registered."""
-        self._push.decline(match_id, now)
-        self._report_ended()
+        self._push.matcher.decline(match_id, now)
+        self._settle(now)
 
-    def abandon(self, request: RequestId) -> None:
+    def abandon(self, request: RequestId, now: float) -> None:
         """Settle a lease that no further reader will attach to; attached readers may finish."""
         self._pending.abandon(request)
         self._leases.abandon(request)
-        self._report_ended()
+        self._settle(now)
 
-    def revoke(self, request: RequestId) -> None:
+    def revoke(self, request: RequestId, now: float) -> None:
         """End a lease even if readers are attached, because the KV is not valid."""
         revoked = self._leases.revoke(request)
         if revoked is not None:
-            self._note_end(revoked)
+            self._note_end(revoked, now)
 
-    def is_reading_likely(self, now: float) -> bool:
-        """Return whether a reader has attached, or announced a read, within `READ_WATCH_S`."""
-        return now < self._read_expected_at + READ_WATCH_S
-
-    def is_read_beginning(self, now: float) -> bool:
-        """Return whether a reader has attached, or announced a read, within `READ_START_S`."""
-        return now < self._read_expected_at + READ_START_S
+    def serving_interval_s(self, now: float) -> float | None:
+        """Return how often to poll transports that need our help to be read; None if no reader has
+        attached, or announced a read, within `READ_WATCH_S`.
+        """
+        if now < self._read_expected_at + READ_START_S:
+            return READ_START_INTERVAL_S
+        return READ_WATCH_INTERVAL_S if now < self._read_expected_at + READ_WATCH_S else None
 
     def receive(self, route: Route, message: ToProducer, now: float) -> None:
         if isinstance(message, Attach) or (
@@ -302,14 +289,14 @@ class Producer:
                 self._receive_end(route, message, now)
             case PushRegistration() | PushCancel() | Revoke():
                 self._push.receive(route, message, now)
-        self._report_ended()
+        self._settle(now)
 
     def advance(self, now: float) -> None:
         """Expire leases, registrations and write grants, and refuse overdue pending readers."""
         for ended in self._leases.expire(now):
-            self._note_end(ended)
+            self._note_end(ended, now)
         self._push.advance(now)
-        self._report_ended()
+        self._settle(now)
         reason = f"no lease was granted within {self._settings.grant_wait_s:g} s"
         for route, request, reader in self._pending.take_overdue(now):
             self._refuse(route, request, reader, reason)
@@ -327,7 +314,7 @@ class Producer:
         except InvalidTicket as error:
             self._refuse(route, RequestId(""), message.reader, str(error))
             return
-        if (ticket.engine_id, ticket.epoch_id) != (self._settings.engine, self._settings.epoch):
+        if (ticket.engine, ticket.epoch) != (self._settings.engine, self._settings.epoch):
             self._refuse(
                 route,
                 ticket.lease,
@@ -373,7 +360,7 @@ class Producer:
         elif message.epoch == self._settings.epoch:
             # The offer of another producer rank may have made the reader attach here before this
             # rank has sent its own offer; so the reader may still be registered with the matcher.
-            self._push.leave(message.reader)
+            self._push.matcher.leave(message.reader)
             self._host_buffer_copies.leave(request, message.reader)
             if not self._pending.end(request, message):
                 self._leases.detach(request, message.reader)
@@ -395,7 +382,7 @@ class Producer:
         if is_other or not self._leases.confirm(request, message.reader, now):
             return "the lease ended before the read was confirmed"
         # The reader has all tokens it wanted, even if the prefill will publish more.
-        self._push.leave(message.reader)
+        self._push.matcher.leave(message.reader)
         return ""
 
     def confirm_writes(self, now: float) -> None:
@@ -405,7 +392,7 @@ class Producer:
         the lease while its blocks were being copied.
         """
         self._push.confirm_writes(now)
-        self._report_ended()
+        self._settle(now)
 
     def _attach(self, request: RequestId, message: Attach, route: Route, now: float) -> None:
         if not self._leases.attach(
@@ -418,7 +405,7 @@ class Producer:
                 route, request, message.reader, self._host_buffer_copies.failure_of(request)
             )
         elif self._settings.uses_host_buffer:
-            is_offered = self._push.offered_to(message.reader) == request
+            is_offered = self._push.matcher.offered_to(message.reader) == request
             if self._host_buffer_copies.attach(
                 request, message.reader, route, is_offered=is_offered
             ):
@@ -436,12 +423,15 @@ class Producer:
             self._settings.uses_host_buffer and request in self._pending
         )
 
-    def _report_ended(self) -> None:
-        """Report the leases that have ended because their readers left or none will come."""
+    def _settle(self, now: float) -> None:
+        """Apply what the matcher has decided, and report the leases that have ended because their
+        readers left or none will come.
+        """
+        self._push.apply_results(now)
         for ended in self._leases.take_ended():
-            self._note_end(ended)
+            self._note_end(ended, now)
 
-    def _note_end(self, ended: LeaseEnded) -> None:
-        self._push.end(ended)
+    def _note_end(self, ended: LeaseEnded, now: float) -> None:
+        self._push.end(ended, now)
         if self._host_buffer_copies.end(ended):
             self.outbox.report(ended)

@@ -22,7 +22,7 @@ from kvferry.protocol.messages import (
     Revoke,
 )
 from kvferry.protocol.outbox import Outbox
-from kvferry.protocol.producer.host_buffers import HostBufferCopies, Publication
+from kvferry.protocol.producer.host_buffers import HostBufferCopies
 from kvferry.protocol.producer.leases import LeaseTable
 from kvferry.protocol.producer.push_matcher import (
     MatcherReply,
@@ -30,36 +30,9 @@ from kvferry.protocol.producer.push_matcher import (
     PushMatcher,
     ReaderLeft,
 )
-from kvferry.protocol.producer.push_writer import PushWriter
+from kvferry.protocol.producer.push_writer import ProducerSettings, PushWriter
 from kvferry.protocol.tickets import PushTicketKey, TicketKey
-from kvferry.types import Address, EngineId, Epoch, LeaseEnd, RequestId, Route
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProducerSettings:
-    """Settings of a producer."""
-
-    engine: EngineId
-    epoch: Epoch
-    lease_ttl_s: float
-    """Duration of a new lease."""
-    lease_extension_s: float
-    """How far an attach or a heartbeat extends a lease."""
-    grant_wait_s: float
-    """How long a reader with a genuine ticket waits for the grant of the lease."""
-    leg_wait_s: float = 30.0
-    """How long a registration waits for its prefill leg to arrive at the engine."""
-    uses_host_buffer: bool = False
-    """Whether readers read a copy of the blocks in host memory."""
-    peer_addresses: frozenset[str] = frozenset()
-    """Side channels (host:port) of push consumers that may register by request id, without a push
-    ticket.
-    """
-
-
-# -- coordinator --
-# Connects the lease table, the host buffer, the matcher and the writer.
-
+from kvferry.types import Address, LeaseEnd, RequestId, Route
 
 _END_REASONS = {
     LeaseEnd.CONFIRMED: "another reader has already received the prefill",
@@ -80,47 +53,17 @@ class PushCoordinator:
     host_buffer_copies: HostBufferCopies
     writers: PushWriter
     outbox: Outbox
-    _matcher: PushMatcher = field(init=False)
+    matcher: PushMatcher = field(init=False)
+    """`Producer` passes prefills to the matcher, and calls `apply_results` after each call."""
 
     def __post_init__(self) -> None:
-        self._matcher = PushMatcher(self.settings.lease_ttl_s, self.settings.leg_wait_s)
+        self.matcher = PushMatcher(self.settings.lease_ttl_s, self.settings.leg_wait_s)
 
-    @property
-    def num_registrations(self) -> int:
-        return self._matcher.num_waiting
-
-    # -- calls from the engine --
-
-    def expect(self, request: RequestId, match_id: str) -> None:
-        """Note a prefill leg that the engine has yet to compute."""
-        self._matcher.expect(request, match_id)
-
-    def publish(self, request: RequestId, publication: Publication, now: float) -> None:
-        """Offer the ready tokens of a leased prefill to present and future registrations."""
-        self._matcher.publish(
-            request, publication.match_id, publication.ticket, publication.ready_tokens
-        )
-        self._handle_results(now)
-
-    def withdraw(self, request: RequestId, serial: int, now: float) -> None:
-        """Withdraw a prefill that was preempted and will be computed again."""
-        self._matcher.withdraw(request, serial, now)
-        self._handle_results(now)
-
-    def fail(self, request: RequestId, match_id: str, reason: str, now: float) -> None:
-        """Refuse the readers of a prefill that ended without KV to transfer."""
-        self._matcher.fail(request, match_id, reason, now)
-        self._handle_results(now)
-
-    def decline(self, match_id: str, now: float) -> None:
-        """Free the prefill that no reader will register for; see `PushMatcher.decline`."""
-        self._matcher.decline(match_id, now)
-        self._handle_results(now)
-
-    def end(self, ended: LeaseEnded) -> None:
+    def end(self, ended: LeaseEnded, now: float) -> None:
         """Remove the prefill of an ended lease and fail the writes from its blocks."""
-        for reader in self._matcher.end(ended.request, _END_REASONS[ended.end]):
-            self.writers.fail(reader, _END_REASONS[ended.end])
+        reason = _END_REASONS[ended.end]
+        for reader in self.matcher.end(ended.request, reason, now):
+            self.writers.fail(reader, reason)
 
     def confirm_writes(self, now: float) -> None:
         """Confirm the writes that had landed before this tick's commands and are still leased."""
@@ -129,9 +72,25 @@ class PushCoordinator:
                 # The last `Written` is in the outbox before the matcher forgets the reader: a
                 # `HeartbeatReply` that no longer knows the registration must not overtake it.
                 self.writers.finish(reader)
-                self._matcher.leave(reader)
+                self.matcher.leave(reader)
             else:
                 self.writers.fail(reader, "the lease ended before all blocks were written")
+
+    def apply_results(self, now: float) -> None:
+        """Apply the matcher's decisions to the leases and the writer, and send the replies."""
+        results, self.matcher.results = self.matcher.results, []
+        for result in results:
+            match result:
+                case MatcherReply() if self.writers.has(result.message.reader):
+                    self._write(result, now)
+                case MatcherReply(route, message, lease):
+                    self.outbox.reply(route, message)
+                    if lease is not None:
+                        self._note_offer(lease, message.reader, route)
+                case ReaderLeft(request, reader):
+                    self.leases.detach(request, reader)
+                case PrefillDeclined(request):
+                    self.leases.abandon(request)
 
     # -- messages from consumers --
 
@@ -145,43 +104,35 @@ class PushCoordinator:
         match message:
             case PushRegistration() if refusal is None:
                 self.writers.register(route, message, now)
-                self._matcher.register(route, message, now)
+                self.matcher.register(route, message, now)
             case PushRegistration():
                 self.outbox.reply(route, Refused("", message.reader, str(refusal)))
             case PushCancel() if refusal is None:
                 self.writers.drop(message.reader)
-                self._matcher.cancel(message, now)
-        self._handle_results(now)
+                self.matcher.cancel(message, now)
 
     def renew(self, readers: Iterable[str], now: float) -> set[str]:
         """Extend registrations, and the leases from which we write for these readers.
 
         Returns the readers known to this rank.
         """
-        known = self._matcher.renew(readers, now)
+        known = self.matcher.renew(readers, now)
         self.leases.renew_all(self.writers.renew(known, now), now)
         return known
-
-    def leave(self, reader: str) -> None:
-        """Forget a reader that needs no further messages."""
-        self._matcher.leave(reader)
-
-    def offered_to(self, reader: str) -> RequestId | None:
-        return self._matcher.offered_to(reader)
 
     # -- time --
 
     def advance(self, now: float) -> None:
-        self._matcher.advance(now)
-        self._handle_results(now)
+        self.matcher.advance(now)
+        self.apply_results(now)
         for reader in self.writers.advance(now):
-            request = self._matcher.offered_to(reader)
-            self._matcher.leave(reader)
+            request = self.matcher.offered_to(reader)
+            self.matcher.leave(reader)
             if request is not None:
                 self.leases.detach(request, reader, LeaseEnd.EXPIRED)
 
     def next_deadline(self) -> float | None:
-        return earliest(self._matcher.next_deadline(), self.writers.next_deadline())
+        return earliest(self.matcher.next_deadline(), self.writers.next_deadline())
 
     # -- internals --
 
@@ -217,7 +168,7 @@ class PushCoordinator:
         if isinstance(message, PushCancel):
             return (
                 None
-                if self._matcher.renew([message.reader], now)
+                if self.matcher.renew([message.reader], now)
                 else "no reader is registered under this id"
             )
         address = str(Address(message.decode_host, message.decode_port))
@@ -229,22 +180,6 @@ class PushCoordinator:
                 "`peers`"
             )
         )
-
-    def _handle_results(self, now: float) -> None:
-        """Apply the matcher's decisions to the leases and the writer, and send the replies."""
-        results, self._matcher.results = self._matcher.results, []
-        for result in results:
-            match result:
-                case MatcherReply() if self.writers.has(result.message.reader):
-                    self._write(result, now)
-                case MatcherReply(route, message, lease):
-                    self.outbox.reply(route, message)
-                    if lease is not None:
-                        self._note_offer(lease, message.reader, route)
-                case ReaderLeft(request, reader):
-                    self.leases.detach(request, reader)
-                case PrefillDeclined(request):
-                    self.leases.abandon(request)
 
     def _note_offer(self, lease: RequestId, reader: str, route: Route) -> None:
         self.leases.note_offer(lease, reader)
@@ -261,9 +196,8 @@ class PushCoordinator:
                     request, reader, now, "", self.writers.sibling_ranks_of(reader)
                 ):
                     is_over = not self.leases.is_open(request)
-                    self.writers.offer(
-                        reader, request, self.keys[0].open(ticket), ready_tokens, is_over, now
-                    )
+                    opened = self.keys[0].open(ticket)
+                    self.writers.offer(reader, opened, ready_tokens, is_over, now)
                 else:
                     self.writers.drop(reader)
                     self.outbox.reply(

@@ -33,7 +33,7 @@ from kvferry.protocol.messages import (
     PushWithdrawal,
     Refused,
 )
-from kvferry.protocol.producer.matching import MatchIndex, MatchKey, PushTombstones
+from kvferry.protocol.producer.matching import MatchIndex, MatchKey, Tombstones
 from kvferry.types import RequestId, Route
 
 MAX_READERS = 20_000
@@ -112,16 +112,18 @@ class PushMatcher:
     """Results that the owner of the matcher has not handled yet, oldest first."""
     _waiting: dict[str, _Waiting] = field(default_factory=dict, init=False)
     """Registrations that wait for a prefill, by reader."""
-    _readers: dict[RegistrationKey, list[str]] = field(default_factory=dict, init=False)
-    """Waiting readers, by registration key."""
-    _waiting_index: MatchIndex[RegistrationKey] = field(default_factory=MatchIndex, init=False)
+    _waiting_index: MatchIndex[str] = field(default_factory=MatchIndex, init=False)
+    """Waiting readers."""
     _prefills: dict[RequestId, _Prefill] = field(default_factory=dict, init=False)
     _ready: MatchIndex[RequestId] = field(default_factory=MatchIndex, init=False)
     """Published prefills that no registration has matched yet."""
     _matched: dict[RegistrationKey, RequestId] = field(default_factory=dict, init=False)
     _offered_to: dict[str, RequestId] = field(default_factory=dict, init=False)
     """The prefill that each reader was offered."""
-    _tombstones: PushTombstones = field(init=False)
+    _ended: Tombstones[RequestId] = field(init=False)
+    """Prefills that have ended, with the reason."""
+    _declined: Tombstones[RegistrationKey] = field(init=False)
+    """Registrations whose readers need nothing, even if the prefill is computed again."""
     _expiry: Deadlines[str] = field(default_factory=Deadlines, init=False)
     _expected: MatchIndex[RequestId] = field(default_factory=MatchIndex, init=False)
     """Prefill legs that have arrived at the engine and have not ended."""
@@ -131,7 +133,7 @@ class PushMatcher:
     """
 
     def __post_init__(self) -> None:
-        self._tombstones = PushTombstones(self.lease_ttl_s)
+        self._ended, self._declined = Tombstones(self.lease_ttl_s), Tombstones(self.lease_ttl_s)
 
     @property
     def num_waiting(self) -> int:
@@ -145,7 +147,8 @@ class PushMatcher:
             + len(self._offered_to)
             + len(self._expected)
             + len(self._prefills)
-            + len(self._tombstones)
+            + len(self._ended)
+            + len(self._declined)
         )
 
     # -- calls from the engine --
@@ -154,9 +157,8 @@ class PushMatcher:
         """Note a prefill leg that the engine has yet to compute; registrations wait for it."""
         name = MatchKey(request, match_id)
         self._expected.add(request, name)
-        for registration_key in self._waiting_index.find(name):
-            for reader in self._readers[registration_key]:
-                self._leg_deadlines.drop(reader)
+        for reader in self._waiting_index.find(name):
+            self._leg_deadlines.drop(reader)
 
     def publish(self, request: RequestId, match_id: str, ticket: str, ready_tokens: int) -> None:
         """Publish a leased prefill, or more ready tokens of an already published prefill.
@@ -171,16 +173,16 @@ class PushMatcher:
             return
         name = MatchKey(request, match_id)
         self._prefills[request] = _Prefill(name, ticket, ready_tokens)
-        found = self._waiting_index.find(name)
+        readers = self._waiting_index.find(name)
+        found = {self._waiting[reader].registration_key for reader in readers}
         if len(found) == 1:
-            self._offer(request, found[0])
+            self._offer(request, readers)
             return
-        for registration_key in found:
-            self._refuse_all(
-                registration_key, f"{len(found)} requests of decode engines match prefill {request}"
-            )
+        self._refuse_all(
+            readers, f"{len(found)} requests of decode engines match prefill {request}"
+        )
         self._ready.add(request, name)
-        if not found and self._tombstones.is_declined(name):
+        if not found and self._declined.find(name) is not None:
             self.results.append(PrefillDeclined(request))
 
     def fail(self, request: RequestId, match_id: str, reason: str, now: float) -> None:
@@ -191,9 +193,8 @@ class PushMatcher:
         for reader, waiting in prefill.offered_readers.items() if prefill is not None else ():
             self._refuse(waiting.route, reader, reason)
         self._forget(request)
-        for registration_key in self._waiting_index.find(name):
-            self._refuse_all(registration_key, reason)
-        self._tombstones.add_ended(name, reason, now)
+        self._refuse_all(self._waiting_index.find(name), reason)
+        self._ended.add(request, name, reason, now)
 
     def withdraw(self, request: RequestId, serial: int, now: float) -> None:
         """Withdraw a prefill that will be computed again; its readers wait again.
@@ -206,12 +207,12 @@ class PushMatcher:
             and prefill.registration_key is not None
             and not prefill.offered_readers
         ):
-            self._tombstones.add_declined(prefill.registration_key, prefill.name, now)
+            self._declined.add(prefill.registration_key, prefill.name, "", now)
         for reader, waiting in prefill.offered_readers.items() if prefill is not None else ():
             self.results.append(MatcherReply(waiting.route, PushWithdrawal(reader, serial)))
             self._wait(reader, waiting, now)
 
-    def end(self, request: RequestId, reason: str) -> list[str]:
+    def end(self, request: RequestId, reason: str, now: float) -> list[str]:
         """Remove a prefill whose lease has ended; later registrations are refused with the reason.
 
         Returns the readers with an offer of the prefill.
@@ -220,7 +221,7 @@ class PushMatcher:
         prefill = self._forget(request)
         if prefill is None:
             return []
-        self._tombstones.add_ended(prefill.name, reason)
+        self._ended.add(request, prefill.name, reason, now)
         return list(prefill.offered_readers)
 
     def _forget(self, request: RequestId) -> _Prefill | None:
@@ -239,7 +240,7 @@ class PushMatcher:
     def register(self, route: Route, message: PushRegistration, now: float) -> None:
         registration_key = _registration_key(message)
         name = MatchKey(message.request_id, message.match_id)
-        self._tombstones.remove_declined(registration_key)
+        self._declined.remove(registration_key)
         self._remove(message.reader)
         waiting = _Waiting(
             registration_key,
@@ -247,7 +248,7 @@ class PushMatcher:
             route,
             min(message.lease_ttl_s, MAX_LEASES_WAITED * self.lease_ttl_s),
         )
-        over = self._tombstones.end_reason(name)
+        over = self._ended.find(name)
         found = (
             [self._matched[registration_key]]
             if registration_key in self._matched
@@ -261,7 +262,7 @@ class PushMatcher:
             )
         elif len(found) == 1:
             self._wait(message.reader, waiting, now)
-            self._offer(found[0], registration_key)
+            self._offer(found[0], self._waiting_under(registration_key, name))
         elif over is not None or found:
             self._refuse(
                 route,
@@ -294,7 +295,7 @@ class PushMatcher:
         self._decline(("", match_id), MatchKey(RequestId(""), match_id), now)
 
     def _decline(self, registration_key: RegistrationKey, name: MatchKey, now: float) -> None:
-        if registration_key in self._matched or registration_key in self._readers:
+        if registration_key in self._matched or self._waiting_under(registration_key, name):
             return
         found = self._ready.find_exactly(name)
         if len(found) == 1:
@@ -302,7 +303,7 @@ class PushMatcher:
         if len(found) <= 1:
             # Leave a tombstone even for a published prefill: the engine may preempt the prefill,
             # compute it again and publish it again.
-            self._tombstones.add_declined(registration_key, name, now)
+            self._declined.add(registration_key, name, "", now)
 
     def renew(self, readers: Iterable[str], now: float) -> set[str]:
         """Extend registrations; returns the readers known to this rank.
@@ -331,28 +332,39 @@ class PushMatcher:
                 "blocks were freed long before the decode side registered",
             )
             self._remove(reader)
-        self._tombstones.expire(now)
+        self._ended.expire(now)
+        self._declined.expire(now)
 
     def next_deadline(self) -> float | None:
         return earliest(
             self._expiry.next(),
             self._leg_deadlines.next(),
-            self._tombstones.next_deadline(),
+            self._ended.next_deadline(),
+            self._declined.next_deadline(),
         )
 
     # -- internals --
 
     def _wait(self, reader: str, waiting: _Waiting, now: float) -> None:
         self._waiting[reader] = waiting
-        self._readers.setdefault(waiting.registration_key, []).append(reader)
-        self._waiting_index.add(waiting.registration_key, waiting.name)
+        self._waiting_index.add(reader, waiting.name)
         self._expiry.set(reader, now + waiting.lease_ttl_s)
 
-    def _offer(self, request: RequestId, registration_key: RegistrationKey) -> None:
+    def _waiting_under(self, registration_key: RegistrationKey, name: MatchKey) -> list[str]:
+        return [
+            reader
+            for reader in self._waiting_index.find_exactly(name)
+            if self._waiting[reader].registration_key == registration_key
+        ]
+
+    def _offer(self, request: RequestId, readers: list[str]) -> None:
+        """Offer a prefill to readers that wait under one registration key."""
         self._ready.drop(request)
         prefill = self._prefills[request]
-        self._matched[registration_key], prefill.registration_key = request, registration_key
-        for reader, waiting in self._drop(registration_key):
+        for reader in readers:
+            waiting = self._stop_waiting(reader)
+            self._matched[waiting.registration_key] = request
+            prefill.registration_key = waiting.registration_key
             prefill.offered_readers[reader], self._offered_to[reader] = waiting, request
             self._reply_offer(waiting.route, reader, request)
 
@@ -362,37 +374,26 @@ class PushMatcher:
             MatcherReply(route, PushOffer(reader, prefill.ticket, prefill.ready_tokens), request)
         )
 
-    def _refuse_all(self, registration_key: RegistrationKey, reason: str) -> None:
-        for reader, waiting in self._drop(registration_key):
-            self._refuse(waiting.route, reader, reason)
+    def _refuse_all(self, readers: list[str], reason: str) -> None:
+        for reader in readers:
+            self._refuse(self._stop_waiting(reader).route, reader, reason)
 
     def _refuse(self, route: Route, reader: str, reason: str) -> None:
         self.results.append(MatcherReply(route, Refused("", reader, reason)))
 
-    def _drop(self, registration_key: RegistrationKey) -> list[tuple[str, _Waiting]]:
-        readers = self._readers.pop(registration_key, [])
-        self._waiting_index.drop(registration_key)
-        for reader in readers:
-            self._stop_waiting(reader)
-        return [(reader, self._waiting.pop(reader)) for reader in readers]
-
-    def _stop_waiting(self, reader: str) -> None:
+    def _stop_waiting(self, reader: str) -> _Waiting:
+        self._waiting_index.drop(reader)
         self._expiry.drop(reader)
         self._leg_deadlines.drop(reader)
+        return self._waiting.pop(reader)
 
     def _remove(self, reader: str) -> None:
         """Remove a reader from the waiting readers and from the readers of a prefill."""
         offered = self._offered_to.pop(reader, None)
         if offered is not None:
             del self._prefills[offered].offered_readers[reader]
-        waiting = self._waiting.pop(reader, None)
-        if waiting is None:
-            return
-        self._stop_waiting(reader)
-        members = self._readers[waiting.registration_key]
-        members.remove(reader)
-        if not members:
-            self._drop(waiting.registration_key)
+        if reader in self._waiting:
+            self._stop_waiting(reader)
 
 
 def _registration_key(message: PushRegistration | PushCancel) -> RegistrationKey:

@@ -40,7 +40,8 @@ from kvferry.protocol.messages import (
 from kvferry.protocol.outbox import Outbox
 from kvferry.protocol.peers import UNKNOWN_EPOCH, LostPeer, Peer, PeerTable
 from kvferry.protocol.planning.heads import RankMapping, can_divide, rank_mappings
-from kvferry.protocol.planning.plan import Segments, check_state_boundary, plan_read
+from kvferry.protocol.planning.plan import Segments, check_prefill, plan_read
+from kvferry.protocol.producer.push_matcher import MAX_LEASES_WAITED
 from kvferry.protocol.tickets import MAX_TP_SIZE, Ticket
 from kvferry.types import Address, EngineId, EngineIncarnation, Epoch, PeerId, RequestId, Route
 
@@ -59,7 +60,6 @@ class Landed(NamedTuple):
 class _Progress:
     """Progress, in tokens, of writing one prefill into the blocks of one reader."""
 
-    request: RequestId
     ticket: Ticket
     ready: int
     """Number of tokens that the prefill has computed and published."""
@@ -104,88 +104,57 @@ class _Posted(NamedTuple):
     num_bytes: int
 
 
-@dataclass(slots=True)
-class _PostedWrites:
-    """Writes in flight, including writes for readers that we no longer write for."""
-
-    timeout_s: float
-    writes: dict[int, _Posted] = field(default_factory=dict, init=False)
-    _last: int = field(default=0, init=False)
-    _overdue: Deadlines[int] = field(default_factory=Deadlines, init=False)
-    _stopping: dict[tuple[str, int], Route | None] = field(default_factory=dict, init=False)
-    """Dropped readers with a write in flight, by reader and grant id. The value is the route for
-    `Revoked`, or None while the consumer has not asked.
-    """
-
-    def begin(self, posted: _Posted, now: float) -> int:
-        self._last += 1
-        self.writes[self._last] = posted
-        self._overdue.set(self._last, now + self.timeout_s)
-        posted.writing.posted = self._last
-        return self._last
-
-    def end(self, write: int) -> _Posted:
-        posted = self.writes.pop(write)
-        self._overdue.drop(write)
-        posted.writing.posted = 0
-        return posted
-
-    def give_up(self, writing: _Writing) -> None:
-        self._stopping[writing.reader, writing.lease.grant_id] = None
-
-    def notify_when_ended(self, reader: str, grant_id: int, route: Route) -> bool:
-        """Send `Revoked` to `route` when the write ends; False if no write is in flight."""
-        if (reader, grant_id) not in self._stopping:
-            return False
-        self._stopping[reader, grant_id] = route
-        return True
-
-    def take_revoke_route(self, writing: _Writing) -> Route | None:
-        return self._stopping.pop((writing.reader, writing.lease.grant_id), None)
-
-    def take_overdue(self, now: float) -> list[int]:
-        return self._overdue.take_due(now)
-
-    def next_deadline(self) -> float | None:
-        return self._overdue.next()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WriterSettings:
-    """Settings of the push writer."""
+class ProducerSettings:
+    """Settings of a producer."""
 
     engine: EngineId
-    write_timeout_s: float
-    """Maximum duration of one write."""
-    max_lease_ttl_s: float
-    """Upper limit of the time that a write grant lasts without a heartbeat."""
-    can_write: bool = True
-    """False if our transports see a host buffer, which is filled for readers only."""
+    epoch: Epoch
+    lease_ttl_s: float
+    """Duration of a new lease."""
+    lease_extension_s: float
+    """How far an attach or a heartbeat extends a lease."""
+    grant_wait_s: float
+    """How long a reader with a genuine ticket waits for the grant of the lease."""
+    write_timeout_s: float = 30.0
+    """Maximum duration of one write in push."""
+    leg_wait_s: float = 30.0
+    """How long a registration waits for its prefill leg to arrive at the engine."""
+    uses_host_buffer: bool = False
+    """Whether readers read a copy of the blocks in host memory."""
+    peer_addresses: frozenset[str] = frozenset()
+    """Side channels (host:port) of push consumers that may register by request id, without a push
+    ticket.
+    """
 
 
 @dataclass(slots=True)
 class PushWriter:
     """Writes prefills into the blocks of the readers that have granted write access."""
 
-    settings: WriterSettings
+    settings: ProducerSettings
     peers: PeerTable
     """All peers of this transfer worker. The table's owner calls `peer_ready` and `peer_lost`."""
     outbox: Outbox
     _writings: dict[str, _Writing] = field(default_factory=dict, init=False)
     _by_incarnation: dict[EngineIncarnation, set[str]] = field(default_factory=dict, init=False)
-    _posted_writes: _PostedWrites = field(init=False)
+    _posted: dict[int, _Posted] = field(default_factory=dict, init=False)
+    """Writes in flight by number, including writes for readers that we no longer write for."""
+    _last_write: int = field(default=0, init=False)
+    _write_deadlines: Deadlines[int] = field(default_factory=Deadlines, init=False)
+    _stopping: dict[tuple[str, int], Route | None] = field(default_factory=dict, init=False)
+    """Dropped readers with a write in flight, by reader and grant id. The value is the route for
+    `Revoked`, or None while the consumer has not asked.
+    """
     _landed: dict[str, None] = field(default_factory=dict, init=False)
     _renewals: Deadlines[str] = field(default_factory=Deadlines, init=False)
-
-    def __post_init__(self) -> None:
-        self._posted_writes = _PostedWrites(self.settings.write_timeout_s)
 
     def __len__(self) -> int:
         return len(self._writings)
 
     @property
     def num_posted(self) -> int:
-        return len(self._posted_writes.writes)
+        return len(self._posted)
 
     # -- registrations --
 
@@ -202,7 +171,7 @@ class PushWriter:
         )
         rank_mapping = self._rank_mapping(message)
         if (
-            not self.settings.can_write
+            self.settings.uses_host_buffer
             or rank_mapping is None
             or incarnation.engine == self.settings.engine
             or len(self._writings) >= MAX_WRITERS
@@ -215,7 +184,7 @@ class PushWriter:
             for rank in rank_mapping.consumer_ranks
         )
         sibling_ranks = tuple(name for name in names if name != message.reader)
-        lease_ttl_s = min(message.lease_ttl_s, self.settings.max_lease_ttl_s)
+        lease_ttl_s = min(message.lease_ttl_s, MAX_LEASES_WAITED * self.settings.lease_ttl_s)
         self._writings[message.reader] = _Writing(
             message.reader, route, incarnation, lease, lease_ttl_s, sibling_ranks
         )
@@ -271,15 +240,18 @@ class PushWriter:
         known = [self._writings[reader] for reader in readers if reader in self._writings]
         for writing in known:
             self._renewals.set(writing.reader, now + writing.lease_ttl_s)
-        return [writing.progress.request for writing in known if writing.progress is not None]
+        return [writing.progress.ticket.lease for writing in known if writing.progress is not None]
 
     def revoke(self, route: Route, message: Revoke) -> None:
         """Stop writing under a grant; answer `Revoked` now, or when the write in flight ends."""
         writing = self._writings.get(message.reader)
         if writing is not None and writing.lease.grant_id == message.grant_id:
             self.drop(message.reader)
-        if not self._posted_writes.notify_when_ended(message.reader, message.grant_id, route):
-            self.outbox.reply(route, Revoked(message.reader, message.grant_id))
+        key = message.reader, message.grant_id
+        if key in self._stopping:
+            self._stopping[key] = route
+        else:
+            self.outbox.reply(route, Revoked(*key))
 
     def drop(self, reader: str) -> None:
         """Stop writing for a reader; an unknown reader is ignored."""
@@ -293,20 +265,18 @@ class PushWriter:
         self._renewals.drop(reader)
         self._landed.pop(reader, None)
         if writing.posted:
-            self._posted_writes.give_up(writing)
+            self._stopping[reader, writing.lease.grant_id] = None
             self.outbox.perform(StopWrite(writing.posted))
 
     # -- prefills --
 
-    def offer(
-        self, reader: str, request: RequestId, ticket: Ticket, ready: int, is_over: bool, now: float
-    ) -> None:
+    def offer(self, reader: str, ticket: Ticket, ready: int, is_over: bool, now: float) -> None:
         """Write the `ready` tokens of a prefill; `is_over` says that the prefill has ended."""
         writing = self._writings[reader]
         progress = writing.progress
         if progress is None or progress.ticket.serial != ticket.serial:
             start = writing.lease.first_token
-            progress = writing.progress = _Progress(request, ticket, ready, start, start)
+            progress = writing.progress = _Progress(ticket, ready, start, start)
         progress.ticket, progress.ready = ticket, ready
         if is_over and progress.at_end is None:
             progress.at_end = writing.lease.end_token - progress.landed_until, progress.landed_bytes
@@ -339,11 +309,13 @@ class PushWriter:
 
     def write_ended(self, write: int, error: str | None, now: float) -> None:
         """Handle the end of a write; the write no longer touches our memory or the peer's."""
-        posted = self._posted_writes.end(write)
+        posted = self._posted.pop(write)
+        self._write_deadlines.drop(write)
         writing, progress = posted.writing, posted.progress
+        writing.posted = 0
         key = writing.reader, writing.lease.grant_id
         if self._writings.get(writing.reader) is not writing:
-            route = self._posted_writes.take_revoke_route(writing)
+            route = self._stopping.pop(key, None)
             if route is not None:
                 self.outbox.reply(route, Revoked(*key))
         elif error is not None:
@@ -360,7 +332,7 @@ class PushWriter:
 
         Returns the dropped readers.
         """
-        for write in self._posted_writes.take_overdue(now):
+        for write in self._write_deadlines.take_due(now):
             self.outbox.perform(StopWrite(write))
         silent = self._renewals.take_due(now)
         for reader in silent:
@@ -375,7 +347,7 @@ class PushWriter:
         landed = [self._writings[reader] for reader in self._landed]
         self._landed.clear()
         return [
-            Landed(each.progress.request, each.reader)
+            Landed(each.progress.ticket.lease, each.reader)
             for each in landed
             if each.progress is not None
         ]
@@ -409,7 +381,7 @@ class PushWriter:
             self.drop(reader)
 
     def next_deadline(self) -> float | None:
-        return earliest(self._renewals.next(), self._posted_writes.next_deadline())
+        return earliest(self._renewals.next(), self._write_deadlines.next())
 
     # -- internals --
 
@@ -432,16 +404,16 @@ class PushWriter:
         if not tokens:
             return
         progress.posted_until = tokens.stop
-        write = self._posted_writes.begin(
-            _Posted(writing, progress, tokens.stop, sum(part.total_bytes for part in segments)), now
+        self._last_write += 1
+        writing.posted = write = self._last_write
+        self._posted[write] = _Posted(
+            writing, progress, tokens.stop, sum(part.total_bytes for part in segments)
         )
-        target = PeerId(
-            writing.incarnation.engine, writing.incarnation.epoch, writing.lease.tp_rank
-        )
+        self._write_deadlines.set(write, now + self.settings.write_timeout_s)
+        lease = writing.lease
+        target = PeerId(writing.incarnation.engine, writing.incarnation.epoch, lease.tp_rank)
         self.outbox.perform(
-            StartWrite(
-                write, target, writing.lease.transport, tuple(segments), writing.lease.grant_id
-            )
+            StartWrite(write, target, lease.transport, tuple(segments), lease.grant_id)
         )
 
     def _plan(
@@ -464,12 +436,7 @@ class PushWriter:
         ):
             raise RemoteProtocolError("the write grant names other groups than it has blocks for")
         shared = shared_prefix(ticket.tokens, lease.tokens)
-        if shared < lease.end_token:
-            raise RemoteProtocolError(
-                f"the prefill was of another prompt or of other weights: {shared} tokens are known "
-                f"to be the same, but {lease.end_token} are needed"
-            )
-        check_state_boundary(ours, ticket.num_tokens, lease.end_token)
+        check_prefill(ours, ticket.num_tokens, shared, lease.end_token)
         tokens = next_tokens(
             writing.wanted,
             progress.posted_until,
