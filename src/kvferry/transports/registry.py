@@ -39,7 +39,7 @@ from kvferry.transports.mooncake.agent_process import MooncakeSettings
 from kvferry.transports.mooncake.transport import MooncakeTransport
 from kvferry.transports.nixl.bounce.settings import BounceSettings
 from kvferry.transports.nixl.bounce.transport import BounceNixlTransport
-from kvferry.transports.nixl.transport import NetworkReach, NixlTransport
+from kvferry.transports.nixl.transport import NetworkReach
 from kvferry.transports.shm import SharedMemory, ShmTransport
 from kvferry.transports.tcp.transport import TcpTransport
 from kvferry.transports.torch_dist.settings import DistSettings
@@ -152,10 +152,14 @@ class ConfiguredTransportKit:
             reach = NetworkReach.THIS_HOST
         elif "tcp" not in self.transports and not has_rdma(self.backends, os.environ):
             _log.warning(NIXL_OVER_TCP)
-        plain = NixlTransport(
-            self.backends, self.num_threads, reach, memory_may_go=self.cache_may_sleep
+        return BounceNixlTransport(
+            self.bounce,
+            self.secret,
+            self.backends,
+            self.num_threads,
+            reach,
+            memory_may_go=self.cache_may_sleep,
         )
-        return BounceNixlTransport(plain, self.bounce, self.secret)
 
     def block_store(self, regions: Sequence[Region]) -> BlockStore:
         return HostBlockStore(regions)

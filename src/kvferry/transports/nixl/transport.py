@@ -226,26 +226,13 @@ class NixlTransport(LinkedTransport[NixlLink, NixlTransfer]):
         self._registered().close()
         self._serving = None
 
-    # -- for transports that wrap this one --
-
-    def new_handle(self) -> Handle:
-        """Return a handle that no transfer of this transport has."""
-        return self._next_handle()
+    # -- for transfers through bounce buffers --
 
     def start(
-        self,
-        peer: PeerId,
-        segments: Sequence[Segments],
-        operation: Operation,
-        handle: Handle | None = None,
+        self, peer: PeerId, segments: Sequence[Segments], operation: Operation, handle: Handle
     ) -> Handle:
-        """Start a read or write, under a handle of `new_handle` if one is given."""
-        self.check(peer, segments)
+        """Start a read or write of checked segments under a handle of `_next_handle`."""
         return self._enqueue(self._post(self._linked(peer), segments, operation, handle=handle))
-
-    def check(self, peer: PeerId, segments: Sequence[Segments]) -> None:
-        """Raise what `read` and `write` raise for a peer or segments that cannot be."""
-        self._check_segments(segments, self._linked(peer))
 
     def add_memory(self, region: Region) -> bool:
         """Register more memory after `register`, for `move`.
@@ -307,9 +294,6 @@ class NixlTransport(LinkedTransport[NixlLink, NixlTransfer]):
         check_regions(regions, peer)
         self._links[peer] = self._connected(peer, offer, tuple(regions))
 
-    def is_connected(self, peer: PeerId) -> bool:
-        return peer in self._links
-
     def connected_to(self, agent: str) -> PeerId | None:
         """Return a connected peer with this agent."""
         return next((link.peer for link in self._links.values() if link.agent == agent), None)
@@ -329,9 +313,7 @@ class NixlTransport(LinkedTransport[NixlLink, NixlTransfer]):
             raise
 
     def expect_calls(self, until: float) -> None:
-        """Skip the measurement of progress until then, because the wrapping transport polls
-        constantly.
-        """
+        """Skip the measurement of progress until then, because `poll` is called constantly."""
         self._known_until = until
 
     def take_notes(self) -> list[bytes]:

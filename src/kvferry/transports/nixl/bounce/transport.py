@@ -16,6 +16,7 @@ request for a slot. If there is too little memory, transfers go directly, and a 
 again. See docs/decisions/037-bounce-buffers.md for the reasons.
 """
 
+import contextlib
 import logging
 import threading
 import time
@@ -29,6 +30,7 @@ from kvferry.sleep import SHORT_SLEEP_S
 from kvferry.transports.base import Completion, Handle, Operation, Segments, TransportOffer
 from kvferry.transports.copy.gather import AddressCopier
 from kvferry.transports.linked import decoded_offer
+from kvferry.transports.nixl.agent import NixlLink
 from kvferry.transports.nixl.bounce.initiator import BounceTransfers
 from kvferry.transports.nixl.bounce.mailbox import Mailbox
 from kvferry.transports.nixl.bounce.memory import (
@@ -53,7 +55,7 @@ from kvferry.transports.nixl.bounce.settings import (
     is_fragmented,
 )
 from kvferry.transports.nixl.bounce.slots import BounceBuffer, CopyLimits, SlotTable
-from kvferry.transports.nixl.transport import NixlOffer, NixlTransport
+from kvferry.transports.nixl.transport import NetworkReach, NixlOffer, NixlTransport
 from kvferry.types import MemoryKind, PeerId, Region
 
 BUSY_S = 0.002
@@ -120,120 +122,103 @@ class _ActiveBounce:
         return SHORT_SLEEP_S if can_move else WAITING_INTERVAL_S
 
 
-class BounceNixlTransport:
-    """Implements `base.DataTransport` by wrapping the plain NIXL transport."""
+class BounceNixlTransport(NixlTransport):
+    """The NIXL transport, with bounce buffers for transfers of many small segments."""
 
     def __init__(
         self,
-        plain: NixlTransport,
         settings: BounceSettings,
-        key: bytes,
+        secret: bytes,
+        backends: Sequence[str] = ("UCX",),
+        num_threads: int = 4,
+        reach: NetworkReach = NetworkReach.ANYWHERE,
+        *,
+        memory_may_go: bool = False,
         reclaim_s: float = RECLAIM_S,
         allocate: BufferAllocator = allocate_buffer,
     ) -> None:
-        self._plain = plain
+        super().__init__(backends, num_threads, reach, memory_may_go=memory_may_go)
         self._wanted = settings
-        self._key = key
+        self._secret = secret
         self._reclaim_s = reclaim_s
         self._allocate = allocate
-        self._regions: tuple[Region, ...] = ()
         self._endpoint: _Endpoint | None = None
         self._bounce: _ActiveBounce | None = None
-        self._agents: dict[PeerId, str] = {}
-        """The agents that grant slots, by peer. Transfers with other peers always go directly."""
         self._entered_by: int | None = None
-
-    @property
-    def name(self) -> str:
-        return self._plain.name
 
     @property
     def num_dropped_notifications(self) -> int:
         return 0 if self._endpoint is None else self._endpoint.mailbox.num_dropped
 
-    def register(self, regions: Sequence[Region]) -> bool:
+    def _open(self, regions: tuple[Region, ...]) -> bool:
         if not regions:
             return False
         settings = self._wanted.resolved(regions[0].memory, device_bytes(regions[0]))
         if settings.is_on:
             prepare_device(regions[0])
-        if not self._plain.register(regions):
+        if not super()._open(regions):
             return False
-        self._regions = tuple(regions)
         if settings.is_on:
-            self._endpoint = _Endpoint(settings, Mailbox(self._plain, self._key, regions[0]))
+            self._endpoint = _Endpoint(settings, Mailbox(self, self._secret, regions[0]))
         return True
 
     def offer(self) -> TransportOffer:
-        offer = self._plain.offer()
+        offer = super().offer()
         if self._endpoint is None:
             return offer
-        own = self._plain.identity()
+        own = self.identity()
         blob = msgspec.msgpack.encode(_BounceOffer(own.agent, own.metadata, BOUNCE_VERSION))
         return replace(offer, blob=blob)
 
-    def connect(self, peer: PeerId, offer: TransportOffer, regions: Sequence[Region]) -> None:
+    def _connect(
+        self, peer: PeerId, offer: TransportOffer, regions: tuple[Region, ...]
+    ) -> NixlLink:
         decoded = decoded_offer(peer, offer, _BounceOffer)
         self._forget(peer, f"peer {peer} was connected again")
-        self._plain.connect_agent(peer, decoded, regions)
-        if decoded.bounce_version == BOUNCE_VERSION:
-            self._agents[peer] = decoded.agent
+        link = self._connected(peer, decoded, regions)
+        link.grants_slots = decoded.bounce_version == BOUNCE_VERSION
+        return link
 
     def disconnect(self, peer: PeerId) -> None:
-        self._forget(peer, f"peer {peer} was disconnected")
-        self._plain.disconnect(peer)
-
-    def read(self, peer: PeerId, segments: Sequence[Segments]) -> Handle:
-        return self._start(peer, segments, Operation.READ)
-
-    def write(self, peer: PeerId, segments: Sequence[Segments], grant_id: int = 0) -> Handle:
-        return self._start(peer, segments, Operation.WRITE)
-
-    @property
-    def supports_write_grants(self) -> bool:
-        return self._plain.supports_write_grants
-
-    def grant_writes(self, grant_id: int, blocks: Sequence[Sequence[int]]) -> None:
-        self._plain.grant_writes(grant_id, blocks)
-
-    def revoke_writes(self, grant_id: int) -> Handle:
-        return self._plain.revoke_writes(grant_id)
+        link = self._links.get(peer)
+        if link is not None and link.grants_slots:  # not a route of the mailbox
+            self._forget(peer, f"peer {peer} was disconnected")
+        super().disconnect(peer)
 
     def poll(self) -> list[Completion]:
         endpoint = self._endpoint
         if endpoint is None:
-            return self._plain.poll()
+            return super().poll()
         self._enter_device()
         now = time.monotonic()
         if self._bounce is not None and self._bounce.is_busy:
-            self._plain.expect_calls(now + BUSY_S)
+            self.expect_calls(now + BUSY_S)
         self._receive(endpoint, now)
         bounce = self._bounce
         if bounce is None:
-            return self._plain.poll()
+            return super().poll()
         self._tick(endpoint, bounce, now)
-        completions = self._plain.poll()
+        completions = super().poll()
         now = time.monotonic()
         ended = [each for each in completions if not bounce.transfers.settle(each, now)]
         if len(ended) < len(completions):
             # A completed chunk may allow the next chunk, so a second tick follows at once.
             bounce.active_at = now
             self._tick(endpoint, bounce, now)
-        for peer in bounce.transfers.peers():
-            if not self._plain.is_connected(peer):
-                bounce.transfers.fail_peer(peer, f"the connection to {peer} has failed", now)
+        for peer in bounce.transfers.peers() - self._links.keys():
+            bounce.transfers.fail_peer(peer, f"the connection to {peer} has failed", now)
         ended += bounce.transfers.take_ended()
-        if not ended and not self._plain.can_post and bounce.is_expecting(now):
+        if not ended and not self.can_post and bounce.is_expecting(now):
             bounce.copier.pause(SHORT_SLEEP_S)
         return ended
 
     def cancel(self, handle: Handle) -> None:
-        self._plain.cancel(handle)
+        super().cancel(handle)
         if self._bounce is not None:
             self._bounce.transfers.cancel(handle, time.monotonic())
 
     def poll_interval_s(self) -> float | None:
-        bounce, interval = self._bounce, self._plain.poll_interval_s()
+        bounce, interval = self._bounce, super().poll_interval_s()
         if bounce is None or not bounce.is_busy:
             return interval
         own = bounce.waiting_interval_s()
@@ -242,7 +227,7 @@ class BounceNixlTransport:
     def serving_interval_s(self) -> float | None:
         if self._bounce is not None and self._bounce.slot_server.is_serving:
             return self._bounce.waiting_interval_s()
-        return self._plain.serving_interval_s()
+        return super().serving_interval_s()
 
     def close(self) -> None:
         bounce = self._bounce
@@ -251,12 +236,12 @@ class BounceNixlTransport:
             deadline = time.monotonic() + DRAIN_TIMEOUT_S
             while len(bounce.transfers) and time.monotonic() < deadline:
                 self.poll()
-        self._plain.close()
+        self._endpoint = None  # from now on, `poll` is that of the plain transport
+        super().close()
         if bounce is not None:
             bounce.copier.close()
             bounce.memory.close()
-        self._bounce = self._endpoint = None
-        self._agents.clear()
+        self._bounce = None
 
     # -- the bounce buffer --
 
@@ -295,7 +280,7 @@ class BounceNixlTransport:
         )
         try:
             copier = copier_for(region)
-            if not self._plain.add_memory(region):
+            if not self.add_memory(region):
                 copier.close()
                 raise TransportError("NIXL cannot register the memory")
         except TransportError:
@@ -306,11 +291,11 @@ class BounceNixlTransport:
         limits = CopyLimits(settings.chunk_bytes, tick_bytes)
         bounce_buffer = BounceBuffer(region.address, size_bytes, copier, limits)
         own, served_slots = SlotTable.shared_pair(size_bytes)
-        metadata = self._plain.identity().metadata  # includes the bounce buffer from now on
+        metadata = self.identity().metadata  # includes the bounce buffer from now on
         return _ActiveBounce(
             memory,
             copier,
-            BounceTransfers(bounce_buffer, own, self._plain, metadata, self._reclaim_s),
+            BounceTransfers(bounce_buffer, own, self, metadata, self._reclaim_s),
             SlotServer(bounce_buffer, served_slots, self._regions, metadata, self._reclaim_s),
         )
 
@@ -331,30 +316,27 @@ class BounceNixlTransport:
 
     # -- transfers --
 
-    def _start(self, peer: PeerId, segments: Sequence[Segments], operation: Operation) -> Handle:
+    def _start(
+        self, peer: PeerId, segments: Sequence[Segments], operation: Operation, grant_id: int = 0
+    ) -> Handle:
         """Start a transfer through bounce buffers, or else directly.
 
         The first transfer for bounce buffers allocates ours. If that fails, transfers go directly.
         """
-        endpoint, agent = self._endpoint, self._agents.get(peer)
-        if endpoint is None or agent is None or not self._plain.is_connected(peer):
-            return self._plain.start(peer, segments, operation)
-        self._plain.check(peer, segments)
-        if not is_fragmented(segments, endpoint.settings):
-            return self._plain.start(peer, segments, operation)
-        try:
-            bounce = self._activate(endpoint, peer)
-        except TransportError:  # logged by `_activate`
-            return self._plain.start(peer, segments, operation)
-        now = time.monotonic()
-        if not bounce.transfers.can_request(agent, now):
-            return self._plain.start(peer, segments, operation)
-        handle, bounce.active_at = self._plain.new_handle(), now  # an answer is on its way
-        bounce.transfers.start(handle, peer, agent, operation, segments, self._regions)
-        return handle
+        link, endpoint, now = self._linked(peer), self._endpoint, time.monotonic()
+        if endpoint is not None and link.grants_slots:
+            self._check_segments(segments, link)
+            bounce = None
+            if is_fragmented(segments, endpoint.settings):
+                with contextlib.suppress(TransportError):  # logged by `_activate`
+                    bounce = self._activate(endpoint, peer)
+            if bounce is not None and bounce.transfers.can_request(link.agent, now):
+                handle, bounce.active_at = self._next_handle(), now  # an answer is on its way
+                bounce.transfers.start(handle, peer, link.agent, operation, segments, self._regions)
+                return handle
+        return super()._start(peer, segments, operation, grant_id)
 
     def _forget(self, peer: PeerId, why: str) -> None:
-        self._agents.pop(peer, None)
         if self._endpoint is not None and self._bounce is not None:
             now, transfers = time.monotonic(), self._bounce.transfers
             transfers.fail_peer(peer, why, now)
