@@ -32,8 +32,7 @@ from kvferry.transports.base import (
 )
 from kvferry.transports.copy.rows import CpuRowCopier
 from kvferry.transports.cuda_ipc.transport import CudaIpcTransport
-from kvferry.transports.host_buffer.host import CpuHostBuffer
-from kvferry.transports.host_buffer.store import HostBlockStore
+from kvferry.transports.host_buffer.store import CpuHostBuffer, HostBlockStore
 from kvferry.transports.locality import has_rdma
 from kvferry.transports.mooncake.agent_process import MooncakeSettings
 from kvferry.transports.mooncake.transport import MooncakeTransport

@@ -85,7 +85,7 @@ class TcpTransport(LinkedTransport[TcpLink, TcpTransfer]):
             transfer.stop(f"the tcp transport has stopped: {failure}")
             self._ended.append(transfer.completion())
         # Only that thread receives bytes, so no byte can land under a revoked grant id.
-        self._ended.extend(Completion(handle, None, 0, 0, 0.0, 0.0) for handle in self._revocations)
+        self._ended.extend(Completion(handle, None) for handle in self._revocations)
 
     def _stop(self, transfer: TcpTransfer, why: str) -> None:
         self._loop.call(partial(self._dialler.stop, transfer, why))

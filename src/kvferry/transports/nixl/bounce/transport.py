@@ -46,16 +46,22 @@ from kvferry.transports.nixl.bounce.messages import (
     MAX_WHY,
     BounceMessage,
     SlotRequest,
+    ToOwner,
     TransferEnded,
 )
-from kvferry.transports.nixl.bounce.owner import RECLAIM_S, SlotServer, ToOwner
+from kvferry.transports.nixl.bounce.owner import RECLAIM_S, SlotServer
 from kvferry.transports.nixl.bounce.settings import (
     BounceSettings,
     ResolvedBounceSettings,
     is_fragmented,
 )
-from kvferry.transports.nixl.bounce.slots import BounceBuffer, CopyLimits, SlotTable
-from kvferry.transports.nixl.transport import NetworkReach, NixlOffer, NixlTransport
+from kvferry.transports.nixl.bounce.slots import BounceBuffer, SlotTable
+from kvferry.transports.nixl.transport import (
+    DRAIN_TIMEOUT_S,
+    NetworkReach,
+    NixlOffer,
+    NixlTransport,
+)
 from kvferry.types import MemoryKind, PeerId, Region
 
 BUSY_S = 0.002
@@ -64,7 +70,6 @@ BUSY_S = 0.002
 A chunk takes less time than a sleep.
 """
 WAITING_INTERVAL_S = 0.001
-DRAIN_TIMEOUT_S = 2.0
 ALLOCATION_RETRY_S = 10.0
 """How long after a failed allocation transfers go directly, before the next one tries again."""
 DEVICE_TICK_BYTES = 1 << 40
@@ -81,17 +86,6 @@ class _BounceOffer(NixlOffer, frozen=True, array_like=True):
 
     In offers of version 1 this is the address of the bounce buffer, which is no known version.
     """
-
-
-@dataclass(slots=True)
-class _Endpoint:
-    """Exists from registration on, unless bounce buffers are off: peers may ask us for slots."""
-
-    settings: ResolvedBounceSettings
-    mailbox: Mailbox
-    retry_at: float = 0.0
-    """When the next allocation may be tried, after an allocation has failed with `error`."""
-    error: str = ""
 
 
 @dataclass(slots=True)
@@ -142,29 +136,33 @@ class BounceNixlTransport(NixlTransport):
         self._secret = secret
         self._reclaim_s = reclaim_s
         self._allocate = allocate
-        self._endpoint: _Endpoint | None = None
+        self._settings: ResolvedBounceSettings
+        self._mailbox: Mailbox | None = None
+        """From registration on, unless bounce buffers are off: peers may ask us for slots."""
+        self._retry_at, self._allocation_error = 0.0, ""
+        """When the next allocation may be tried, after an allocation has failed."""
         self._bounce: _ActiveBounce | None = None
         self._entered_by: int | None = None
 
     @property
     def num_dropped_notifications(self) -> int:
-        return 0 if self._endpoint is None else self._endpoint.mailbox.num_dropped
+        return 0 if self._mailbox is None else self._mailbox.num_dropped
 
     def _open(self, regions: tuple[Region, ...]) -> bool:
         if not regions:
             return False
-        settings = self._wanted.resolved(regions[0].memory, device_bytes(regions[0]))
-        if settings.is_on:
+        self._settings = self._wanted.resolved(regions[0].memory, device_bytes(regions[0]))
+        if self._settings.is_on:
             prepare_device(regions[0])
         if not super()._open(regions):
             return False
-        if settings.is_on:
-            self._endpoint = _Endpoint(settings, Mailbox(self, self._secret, regions[0]))
+        if self._settings.is_on:
+            self._mailbox = Mailbox(self, self._secret, regions[0])
         return True
 
     def offer(self) -> TransportOffer:
         offer = super().offer()
-        if self._endpoint is None:
+        if self._mailbox is None:
             return offer
         own = self.identity()
         blob = msgspec.msgpack.encode(_BounceOffer(own.agent, own.metadata, BOUNCE_VERSION))
@@ -186,25 +184,25 @@ class BounceNixlTransport(NixlTransport):
         super().disconnect(peer)
 
     def poll(self) -> list[Completion]:
-        endpoint = self._endpoint
-        if endpoint is None:
+        mailbox = self._mailbox
+        if mailbox is None:
             return super().poll()
         self._enter_device()
         now = time.monotonic()
         if self._bounce is not None and self._bounce.is_busy:
             self.expect_calls(now + BUSY_S)
-        self._receive(endpoint, now)
+        self._receive(mailbox, now)
         bounce = self._bounce
         if bounce is None:
             return super().poll()
-        self._tick(endpoint, bounce, now)
+        self._tick(mailbox, bounce, now)
         completions = super().poll()
         now = time.monotonic()
         ended = [each for each in completions if not bounce.transfers.settle(each, now)]
         if len(ended) < len(completions):
             # A completed chunk may allow the next chunk, so a second tick follows at once.
             bounce.active_at = now
-            self._tick(endpoint, bounce, now)
+            self._tick(mailbox, bounce, now)
         for peer in bounce.transfers.peers() - self._links.keys():
             bounce.transfers.fail_peer(peer, f"the connection to {peer} has failed", now)
         ended += bounce.transfers.take_ended()
@@ -236,7 +234,7 @@ class BounceNixlTransport(NixlTransport):
             deadline = time.monotonic() + DRAIN_TIMEOUT_S
             while len(bounce.transfers) and time.monotonic() < deadline:
                 self.poll()
-        self._endpoint = None  # from now on, `poll` is that of the plain transport
+        self._mailbox = None  # from now on, `poll` is that of the plain transport
         super().close()
         if bounce is not None:
             bounce.copier.close()
@@ -245,35 +243,35 @@ class BounceNixlTransport(NixlTransport):
 
     # -- the bounce buffer --
 
-    def _activate(self, endpoint: _Endpoint, peer: PeerId | str) -> _ActiveBounce:
+    def _activate(self, peer: PeerId | str) -> _ActiveBounce:
         """Return the bounce buffer, which the first call allocates for `peer`.
 
         TransportError, with nothing changed, if there is too little memory.
         """
         if self._bounce is not None:
             return self._bounce
-        size_bytes, like, now = endpoint.settings.buffer_bytes, self._regions[0], time.monotonic()
+        size_bytes, like, now = self._settings.buffer_bytes, self._regions[0], time.monotonic()
         where = "the host" if like.memory is MemoryKind.DRAM else f"cuda:{like.device}"
-        if now < endpoint.retry_at:
-            raise TransportError(endpoint.error)
+        if now < self._retry_at:
+            raise TransportError(self._allocation_error)
         try:
-            self._bounce = self._allocated(endpoint.settings, like)
+            self._bounce = self._allocated(like)
         except TransportError as error:
-            endpoint.retry_at = now + ALLOCATION_RETRY_S
-            endpoint.error = (
+            self._retry_at = now + ALLOCATION_RETRY_S
+            self._allocation_error = (
                 f"no bounce buffer of {size_bytes} bytes can be allocated on {where}: small "
                 "segments are moved one by one, which is slow; leave more memory free, or set "
                 f"bounce_buffer_bytes to a smaller size, or to 0 ({error})"
             )
-            _log.warning("%s peer=%s", endpoint.error, peer)
-            raise TransportError(endpoint.error) from error
+            _log.warning("%s peer=%s", self._allocation_error, peer)
+            raise TransportError(self._allocation_error) from error
         _log.info("bounce buffer of %d bytes allocated on %s peer=%s", size_bytes, where, peer)
         return self._bounce
 
-    def _allocated(self, settings: ResolvedBounceSettings, like: Region) -> _ActiveBounce:
+    def _allocated(self, like: Region) -> _ActiveBounce:
         """Allocate the bounce buffer and register it with NIXL. TransportError if either fails."""
         self._enter_device()
-        memory = self._allocate(settings.buffer_bytes, like)
+        memory = self._allocate(self._settings.buffer_bytes, like)
         size_bytes = memory.size_bytes
         region = Region(
             "bounce", memory.address, size_bytes, size_bytes, 1, like.memory, like.device
@@ -287,9 +285,10 @@ class BounceNixlTransport(NixlTransport):
             memory.close()
             raise
         on_device = region.memory is MemoryKind.VRAM
-        tick_bytes = DEVICE_TICK_BYTES if on_device else settings.chunk_bytes
-        limits = CopyLimits(settings.chunk_bytes, tick_bytes)
-        bounce_buffer = BounceBuffer(region.address, size_bytes, copier, limits)
+        tick_bytes = DEVICE_TICK_BYTES if on_device else self._settings.chunk_bytes
+        bounce_buffer = BounceBuffer(
+            region.address, size_bytes, copier, self._settings.chunk_bytes, tick_bytes
+        )
         own, served_slots = SlotTable.shared_pair(size_bytes)
         metadata = self.identity().metadata  # includes the bounce buffer from now on
         return _ActiveBounce(
@@ -323,45 +322,45 @@ class BounceNixlTransport(NixlTransport):
 
         The first transfer for bounce buffers allocates ours. If that fails, transfers go directly.
         """
-        link, endpoint, now = self._linked(peer), self._endpoint, time.monotonic()
-        if endpoint is not None and link.grants_slots:
+        link, mailbox, now = self._linked(peer), self._mailbox, time.monotonic()
+        if mailbox is not None and link.grants_slots:
             self._check_segments(segments, link)
             bounce = None
-            if is_fragmented(segments, endpoint.settings):
+            if is_fragmented(segments, self._settings):
                 with contextlib.suppress(TransportError):  # logged by `_activate`
-                    bounce = self._activate(endpoint, peer)
+                    bounce = self._activate(peer)
             if bounce is not None and bounce.transfers.can_request(link.agent, now):
                 handle, bounce.active_at = self._next_handle(), now  # an answer is on its way
-                bounce.transfers.start(handle, peer, link.agent, operation, segments, self._regions)
+                bounce.transfers.start(handle, link, operation, segments, self._regions)
                 return handle
         return super()._start(peer, segments, operation, grant_id)
 
     def _forget(self, peer: PeerId, why: str) -> None:
-        if self._endpoint is not None and self._bounce is not None:
+        if self._mailbox is not None and self._bounce is not None:
             now, transfers = time.monotonic(), self._bounce.transfers
             transfers.fail_peer(peer, why, now)
-            self._send(self._endpoint, transfers.outgoing.drain(), now)
+            self._send(self._mailbox, transfers.outgoing.drain(), now)
 
     # -- messages --
 
-    def _receive(self, endpoint: _Endpoint, now: float) -> None:
-        for envelope in endpoint.mailbox.receive():
+    def _receive(self, mailbox: Mailbox, now: float) -> None:
+        for envelope in mailbox.receive():
             for message in envelope.messages:
-                self._take(endpoint, envelope.sender, message, now)
+                self._take(mailbox, envelope.sender, message, now)
             if self._bounce is not None:
                 self._bounce.active_at = now
         senders = set() if self._bounce is None else self._bounce.slot_server.senders()
-        endpoint.mailbox.forget_idle(now, senders)
+        mailbox.forget_idle(now, senders)
 
-    def _take(self, endpoint: _Endpoint, sender: str, message: BounceMessage, now: float) -> None:
+    def _take(self, mailbox: Mailbox, sender: str, message: BounceMessage, now: float) -> None:
         if isinstance(message, SlotRequest):
-            endpoint.mailbox.learn(sender, message.metadata, now)
+            mailbox.learn(sender, message.metadata, now)
             try:
-                self._activate(endpoint, sender)
+                self._activate(sender)
             except TransportError as error:
                 # The peer's transfer then goes directly.
                 refused = TransferEnded(message.transfer, str(error)[:MAX_WHY])
-                self._send(endpoint, [(sender, [refused])], now)
+                self._send(mailbox, [(sender, [refused])], now)
         if self._bounce is None:
             return  # a further message of a transfer that was refused
         if isinstance(message, ToOwner):
@@ -369,22 +368,22 @@ class BounceNixlTransport(NixlTransport):
         else:
             self._bounce.transfers.receive(sender, message, now)
 
-    def _tick(self, endpoint: _Endpoint, bounce: _ActiveBounce, now: float) -> None:
+    def _tick(self, mailbox: Mailbox, bounce: _ActiveBounce, now: float) -> None:
         transfers, slot_server = bounce.transfers, bounce.slot_server
         if len(transfers):
             transfers.advance(now)
-        self._send(endpoint, transfers.outgoing.drain(), now)
-        self._send(endpoint, ((agent, [part]) for agent, part in transfers.parts()), now)
+        self._send(mailbox, transfers.outgoing.drain(), now)
+        self._send(mailbox, ((agent, [part]) for agent, part in transfers.parts()), now)
         if slot_server.is_serving:
             slot_server.advance(now)
-        self._send(endpoint, slot_server.outgoing.drain(), now)
+        self._send(mailbox, slot_server.outgoing.drain(), now)
 
     def _send(
-        self, endpoint: _Endpoint, mail: Iterable[tuple[str, list[BounceMessage]]], now: float
+        self, mailbox: Mailbox, mail: Iterable[tuple[str, list[BounceMessage]]], now: float
     ) -> None:
         for agent, messages in mail:
             try:
-                endpoint.mailbox.send(agent, messages, now)
+                mailbox.send(agent, messages, now)
             except TransportError:
                 if self._bounce is not None:
                     self._bounce.slot_server.lost(agent, now)
