@@ -122,6 +122,7 @@ class NixlTransport(LinkedTransport[NixlLink, NixlTransfer]):
         """Memory registered later, which transfers name by address only (`move`)."""
         self._busy_until = 0.0
         self._known_until = 0.0
+        """Until then progress is not measured, because `poll` is called constantly."""
         self._is_serving_polled = False
         """Whether `take_notes` has driven the progress that the next `poll` would drive."""
 
@@ -305,10 +306,6 @@ class NixlTransport(LinkedTransport[NixlLink, NixlTransfer]):
         except TransportError as error:
             self._fail(link, str(error))
             raise
-
-    def expect_calls(self, until: float) -> None:
-        """Skip the measurement of progress until then, because `poll` is called constantly."""
-        self._known_until = until
 
     def take_notes(self) -> list[bytes]:
         """Return the notifications sent to us since the last call, from any sender. Before each

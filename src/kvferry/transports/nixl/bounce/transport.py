@@ -190,7 +190,7 @@ class BounceNixlTransport(NixlTransport):
         self._enter_device()
         now = time.monotonic()
         if self._bounce is not None and self._bounce.is_busy:
-            self.expect_calls(now + BUSY_S)
+            self._known_until = now + BUSY_S
         self._receive(mailbox, now)
         bounce = self._bounce
         if bounce is None:
