@@ -50,7 +50,7 @@ class Plan:
         for buffer, chunk in self.buffers:
             settings = BounceSettings(1 << 30, buffer * MIB, chunk * MIB)
             made[f"bounce {buffer}/{chunk}"] = BounceNixlTransport(
-                NixlTransport(reach=NetworkReach.THIS_HOST), settings, b"a measurement"
+                settings, b"a measurement", reach=NetworkReach.THIS_HOST
             )
         return made
 

@@ -35,8 +35,7 @@ from kvferry.transports.base import (
     RowCopier,
 )
 from kvferry.transports.copy.rows import CpuRowCopier
-from kvferry.transports.host_buffer.host import CpuHostBuffer
-from kvferry.transports.host_buffer.store import HostBlockStore
+from kvferry.transports.host_buffer.store import CpuHostBuffer, HostBlockStore
 from kvferry.transports.memory import MemoryControlTransport, MemoryNetwork, MemoryTransport
 from kvferry.types import Region
 

@@ -108,4 +108,4 @@ def roomy_bounce_nixl_side() -> TransportSide:
 
 
 def _bounce(settings: BounceSettings) -> TransportSide:
-    return over_device(BounceNixlTransport(NixlTransport(), settings, b"the secret of these tests"))
+    return over_device(BounceNixlTransport(settings, b"the secret of these tests"))

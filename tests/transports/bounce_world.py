@@ -13,10 +13,11 @@ import numpy.typing as npt
 from kvferry.transports.base import Completion, Handle, Operation, Segments
 from kvferry.transports.copy.gather import AddressCopier, HostAddressCopier
 from kvferry.transports.copy.segments import Descriptors
+from kvferry.transports.nixl.agent import NixlLink
 from kvferry.transports.nixl.bounce.initiator import BounceTransfers
-from kvferry.transports.nixl.bounce.messages import BounceMessage
-from kvferry.transports.nixl.bounce.owner import SlotServer, ToOwner
-from kvferry.transports.nixl.bounce.slots import BounceBuffer, CopyLimits, SlotTable
+from kvferry.transports.nixl.bounce.messages import BounceMessage, ToOwner
+from kvferry.transports.nixl.bounce.owner import SlotServer
+from kvferry.transports.nixl.bounce.slots import BounceBuffer, SlotTable
 from kvferry.types import EngineId, Epoch, PeerId, Region
 
 Bytes = npt.NDArray[np.uint8]
@@ -97,7 +98,8 @@ class Party:
             self.bounce_buffer.ctypes.data,
             len(self.bounce_buffer),
             copier,
-            CopyLimits(chunk_bytes, chunk_bytes),
+            chunk_bytes,
+            chunk_bytes,
         )
         self.own, self.served_slots = SlotTable.shared_pair(len(self.bounce_buffer))
         self.mover = DescriptorMover()
@@ -114,9 +116,8 @@ class Party:
     def start(self, other: "Party", segments: Sequence[Segments], *, is_read: bool) -> Handle:
         self.last += 1
         operation = Operation.READ if is_read else Operation.WRITE
-        self.transfers.start(
-            Handle(self.last), other.peer, other.name, operation, segments, self.regions
-        )
+        link = NixlLink(other.peer, tuple(other.regions), other.name, b"")
+        self.transfers.start(Handle(self.last), link, operation, segments, self.regions)
         return Handle(self.last)
 
     @property

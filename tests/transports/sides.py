@@ -61,9 +61,7 @@ def bounce_nixl_side() -> TransportSide:
     settings = BounceSettings(
         segment_bytes=1 << 40, buffer_bytes=2 << 20, chunk_bytes=96 * 1024, min_descriptors=2
     )
-    return _registered(
-        BounceNixlTransport(NixlTransport(), settings, b"the secret of these tests"), memory
-    )
+    return _registered(BounceNixlTransport(settings, b"the secret of these tests"), memory)
 
 
 def slow_bounce_side() -> TransportSide:
@@ -75,7 +73,7 @@ def slow_bounce_side() -> TransportSide:
         segment_bytes=1 << 40, buffer_bytes=256 << 10, chunk_bytes=8192, min_descriptors=2
     )
     return _registered(
-        BounceNixlTransport(NixlTransport(), settings, b"the secret of these tests", reclaim_s=5.0),
+        BounceNixlTransport(settings, b"the secret of these tests", reclaim_s=5.0),
         memory,
     )
 

@@ -302,7 +302,7 @@ def test_memory_of_several_kinds_or_of_no_device_is_not_carried() -> None:
     here = Region("k", memory.ctypes.data, 64, 64, 32)
     there = Region("v", memory.ctypes.data + 2048, 64, 64, 32, MemoryKind.VRAM)
     for regions in ([], [here, there], [there]):
-        transport = BounceNixlTransport(NixlTransport(), BounceSettings(), SECRET)
+        transport = BounceNixlTransport(BounceSettings(), SECRET)
         assert not transport.register(regions)
         with pytest.raises(LocalProtocolError):
             transport.offer()
@@ -312,9 +312,7 @@ def test_memory_of_several_kinds_or_of_no_device_is_not_carried() -> None:
 def test_a_backend_that_is_not_there_is_a_mistake_of_the_operator() -> None:
     memory = np.zeros(4096, np.uint8)
     transport = BounceNixlTransport(
-        NixlTransport(backends=("UCX", "NOSUCH")),
-        BounceSettings(segment_bytes=1, buffer_bytes=4096),
-        SECRET,
+        BounceSettings(segment_bytes=1, buffer_bytes=4096), SECRET, ("UCX", "NOSUCH")
     )
     with pytest.raises(ConfigError, match="NOSUCH"):
         transport.register([Region("kv", memory.ctypes.data, 64, 64, 64)])
@@ -379,6 +377,6 @@ def _over(side: TransportSide, secret: bytes) -> BounceNixlTransport:
     settings = BounceSettings(
         segment_bytes=1 << 40, buffer_bytes=2 << 20, chunk_bytes=96 * 1024, min_descriptors=2
     )
-    transport = BounceNixlTransport(NixlTransport(), settings, secret)
+    transport = BounceNixlTransport(settings, secret)
     assert transport.register(side.regions)
     return transport

@@ -19,7 +19,6 @@ from kvferry.transports.nixl.bounce import transport as bounce_transport
 from kvferry.transports.nixl.bounce.memory import BufferMemory, allocate_buffer
 from kvferry.transports.nixl.bounce.settings import BounceSettings
 from kvferry.transports.nixl.bounce.transport import BounceNixlTransport
-from kvferry.transports.nixl.transport import NixlTransport
 from kvferry.types import EngineId, Epoch, PeerId, Region
 
 BUFFER_BYTES = 256 * 1024
@@ -71,7 +70,7 @@ class Engine:
             segment_bytes=1 << 40, buffer_bytes=buffer_bytes, chunk_bytes=32 * 1024
         )
         self.transport = BounceNixlTransport(
-            NixlTransport(), settings, b"the secret of these tests", allocate=self.allocator
+            settings, b"the secret of these tests", allocate=self.allocator
         )
         assert self.transport.register(self.regions)
         self.offer = self.transport.offer()

@@ -20,10 +20,10 @@ from kvferry.transports.nixl.bounce.messages import (
     SegmentPart,
     SlotGranted,
     SlotRequest,
+    ToOwner,
     TransferEnded,
     TransferStopped,
 )
-from kvferry.transports.nixl.bounce.owner import ToOwner
 
 SIZES = (40_000, 60_000)
 

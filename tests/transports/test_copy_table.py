@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvferry.errors import TransportError
 from kvferry.transports.base import Segments
 from kvferry.transports.copy.gather import AddressCopies
-from kvferry.transports.copy.segments import Offsets
+from kvferry.transports.copy.segments import Offsets, group_by_offsets
 from kvferry.transports.copy.table import (
     FIRST_ROWS,
     TABLE_NUMBERS,
@@ -18,7 +18,6 @@ from kvferry.transports.copy.table import (
     TICK_BYTES,
     TableLayout,
     flat_addresses,
-    group_by_offsets,
     split_by_launch,
     split_by_tick,
     write_table,

@@ -7,9 +7,9 @@ import pytest
 
 from kvferry.errors import LocalProtocolError, TransportError
 from kvferry.transports.base import TransportOffer
-from kvferry.transports.cuda_ipc.peer import CudaOffer, OfferedAllocation, decode_offer
+from kvferry.transports.cuda_ipc.peer import CudaOffer, OfferedAllocation
 from kvferry.transports.cuda_ipc.transport import CudaIpcTransport
-from kvferry.transports.locality import host_identity
+from kvferry.transports.locality import decoded_host_offer, host_identity
 from kvferry.types import EngineId, Epoch, MemoryKind, PeerId, Region
 
 PEER = PeerId(EngineId("far"), Epoch("1"), 0)
@@ -48,7 +48,7 @@ def test_a_transport_without_memory_offers_and_reaches_nothing() -> None:
 
 
 def test_a_good_offer_is_understood() -> None:
-    assert decode_offer(PEER, offered(GOOD)) == GOOD
+    assert decoded_host_offer(PEER, offered(GOOD), CudaOffer) == GOOD
 
 
 @pytest.mark.parametrize(
@@ -66,9 +66,9 @@ def test_a_good_offer_is_understood() -> None:
 )
 def test_an_offer_that_cannot_be_one_is_refused(bad: object) -> None:
     with pytest.raises(TransportError):
-        decode_offer(PEER, offered(bad))
+        decoded_host_offer(PEER, offered(bad), CudaOffer)
 
 
 def test_an_offer_from_elsewhere_is_refused() -> None:
     with pytest.raises(TransportError, match="another host"):
-        decode_offer(PEER, offered(GOOD, "elsewhere"))
+        decoded_host_offer(PEER, offered(GOOD, "elsewhere"), CudaOffer)

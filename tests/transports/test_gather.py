@@ -11,7 +11,6 @@ from kvferry.transports.base import Operation, Segments
 from kvferry.transports.copy.gather import (
     SLICE_BYTES,
     Copier,
-    RegionCopy,
     copy_by_numpy,
     copy_in_slices,
     fastest_copier,
@@ -58,7 +57,12 @@ def test_exactly_the_named_bytes_are_copied(
         near, far = np.sort(near), np.sort(far)
     part = Segments(0, 0, segment_bytes, near, far)
     expected = expected_after(part, local, remote, operation)
-    moved = list(copy_in_slices([RegionCopy.of(part, local, remote, operation)], copier))
+    sides = (
+        ([part.swapped()], [remote], [local])
+        if operation is Operation.READ
+        else ([part], [local], [remote])
+    )
+    moved = list(copy_in_slices(*sides, copier))
     assert np.array_equal(local if operation is Operation.READ else remote, expected)
     assert sum(size for size, _ in moved) == part.total_bytes
     assert sum(copies for _, copies in moved) <= count
@@ -78,10 +82,7 @@ def test_every_slice_is_bounded(copier: Copier, segment_bytes: int, shape: str) 
         random.integers(0, 256, slots * segment_bytes, dtype=np.uint8),
     )
     part = Segments(0, 0, segment_bytes, near, far)
-    sizes = [
-        size
-        for size, _ in copy_in_slices([RegionCopy.of(part, local, remote, Operation.READ)], copier)
-    ]
+    sizes = [size for size, _ in copy_in_slices([part.swapped()], [remote], [local], copier)]
     assert max(sizes) <= SLICE_BYTES
     assert len(sizes) >= 3
     rows = local.reshape(slots, segment_bytes)
@@ -95,8 +96,7 @@ def test_neighbours_are_one_copy_whichever_side_is_sorted(copier: Copier) -> Non
     offsets = np.array([30, 10, 20, 0], np.int64)
     local, remote = np.zeros(40, np.uint8), np.arange(50, dtype=np.uint8)
     part = Segments(0, 0, 10, offsets, offsets + 5)
-    copy = RegionCopy.of(part, local, remote, Operation.READ)
-    moved = list(copy_in_slices([copy], copier))
+    moved = list(copy_in_slices([part.swapped()], [remote], [local], copier))
     assert moved == [(40, 1)]
     assert np.array_equal(local, remote[5:45])
 
@@ -104,17 +104,15 @@ def test_neighbours_are_one_copy_whichever_side_is_sorted(copier: Copier) -> Non
 @copiers
 def test_regions_with_the_same_and_other_blocks_are_each_copied_as_asked(copier: Copier) -> None:
     random = np.random.default_rng(0)
-    here, there = (random.integers(0, 256, (4, 100), dtype=np.uint8) for _ in range(2))
+    here, there = ([*random.integers(0, 256, (4, 100), dtype=np.uint8)] for _ in range(2))
     first, second = np.array([30, 0], np.int64), np.array([50, 80], np.int64)
     plan = [(first, second), (first, second), (second, first), (first, first)]
     parts = [Segments(n, n, 10, *sides) for n, sides in enumerate(plan)]
-    copies = [
-        RegionCopy.of(part, here[n], there[n], Operation.READ) for n, part in enumerate(parts)
-    ]
     expected = [
         expected_after(part, here[n], there[n], Operation.READ) for n, part in enumerate(parts)
     ]
-    assert [moved for moved, _ in copy_in_slices(copies, copier)] == [20] * 4
+    swapped = [part.swapped() for part in parts]
+    assert [moved for moved, _ in copy_in_slices(swapped, there, here, copier)] == [20] * 4
     assert all(np.array_equal(ours, theirs) for ours, theirs in zip(here, expected, strict=True))
 
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from kvferry.errors import LocalProtocolError
 from kvferry.transports.base import NO_BLOCK, BlockPermutation, StoreCompletion, StoreHandle
-from kvferry.transports.host_buffer.host import CpuHostBuffer
-from kvferry.transports.host_buffer.store import HostBlockStore
+from kvferry.transports.host_buffer.store import CpuHostBuffer, HostBlockStore
 from kvferry.types import MemoryKind, Region
 
 NUM_BLOCKS, BLOCK_BYTES = 12, 24

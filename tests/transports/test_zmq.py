@@ -93,23 +93,18 @@ def test_an_address_that_is_not_ours_is_a_mistake_of_the_operator() -> None:
         ZmqTransport("192.0.2.77", "192.0.2.77", 0, KEYS, bind_timeout_s=0.2)
 
 
-def test_a_member_of_another_cluster_hears_nothing_and_is_not_heard(
-    transport: ZmqTransport, friend: ZmqTransport
+@pytest.mark.parametrize(
+    "keys",
+    [
+        CurveKeys.from_secret(b"another"),
+        CurveKeys(KEYS.server_public, KEYS.server_secret, *zmq.curve_keypair()),
+    ],
+    ids=["of another cluster", "with the server's key alone"],
+)
+def test_a_stranger_hears_nothing_and_is_not_heard(
+    keys: CurveKeys, transport: ZmqTransport, friend: ZmqTransport
 ) -> None:
-    stranger = opened(CurveKeys.from_secret(b"another"))
-    stranger.send(transport.address, b"let me in")
-    ours, theirs = events_of_both(transport, stranger)
-    assert ours == []
-    assert theirs == [Disconnected(transport.address)]
-    stranger.close()
-    assert still_works(transport, friend)
-
-
-def test_the_servers_key_alone_does_not_let_one_in(
-    transport: ZmqTransport, friend: ZmqTransport
-) -> None:
-    public, secret = zmq.curve_keypair()
-    stranger = opened(CurveKeys(KEYS.server_public, KEYS.server_secret, public, secret))
+    stranger = opened(keys)
     stranger.send(transport.address, b"let me in")
     ours, theirs = events_of_both(transport, stranger)
     assert ours == []

@@ -439,10 +439,9 @@ class PushWorld:
         """Drop all connections that this side has dialled; only this side learns of it."""
         assert isinstance(side.control, MemoryControlTransport)
         with self.network.lock:
-            for connection in side.control.connections():
-                if connection.listener is not None:
-                    connection.listener.hang_up(connection)
-                    connection.dialler.lose(connection)
+            for dialler, address in list(self.network.connections):
+                if dialler == side.control.address and address in self.network.control:
+                    side.control.lose(address)
 
     def cut(self, side: Side) -> None:
         """Cut the data connections from one of P's ranks to D."""

@@ -13,7 +13,7 @@ from tests.worker.world import NUM_BLOCKS, Place, Side, World
 
 from kvferry.events import BytesMoved, TransferFailed, TransferFinished
 from kvferry.protocol import messages as codec
-from kvferry.transports.host_buffer import host as mirror
+from kvferry.transports.host_buffer import store as mirror
 from kvferry.types import RequestId
 from kvferry.worker.commands import AbandonLease, AbortLoad, SkipLoad
 

@@ -9,7 +9,7 @@ import pytest
 from tests.worker.world import LAYERS, Place, World
 
 from kvferry.protocol.producer.producer import Producer
-from kvferry.transports.host_buffer import host as mirror
+from kvferry.transports.host_buffer import store as mirror
 from kvferry.types import RequestId
 from kvferry.worker.commands import (
     AbortLoad,

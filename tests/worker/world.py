@@ -22,8 +22,7 @@ from kvferry.protocol.producer.push_writer import ProducerSettings
 from kvferry.protocol.tickets import Ticket, TicketKey, runs_from_blocks
 from kvferry.testing.local import ManualClock
 from kvferry.transports.base import ControlTransport, DataTransport, Received
-from kvferry.transports.host_buffer.host import CpuHostBuffer
-from kvferry.transports.host_buffer.store import HostBlockStore
+from kvferry.transports.host_buffer.store import CpuHostBuffer, HostBlockStore
 from kvferry.transports.memory import MemoryControlTransport, MemoryNetwork, MemoryTransport
 from kvferry.types import Address, AxisKind, EngineId, Epoch, KVLayout, Region, RequestId
 from kvferry.worker.commands import GrantLease, PrepareLoad, StartLoad, WorkerCommand

@@ -1,16 +1,8 @@
 """The contracts between transfer workers and transports.
 
-Engines, connectors and transfer workers see transports only through the protocols in this module:
-
-    CacheMemory                   the memory that holds a worker's KV cache
-    DataTransport                 moves bytes between the caches of two transfer workers
-    ControlTransport              carries small messages between transfer workers
-    BlockStore                    rearranges and copies blocks of the local cache
-    EngineStream, StreamEvent     report when a GPU has finished what the engine submitted
-    TransportKit                  makes all of these for an engine
-
-The docstring of each protocol is its contract. This module holds no state; every protocol names the
-thread that makes the calls.
+Engines, connectors and transfer workers see transports only through the protocols in this module.
+The docstring of each protocol is its contract, and names the thread that makes the calls. This
+module holds no state.
 """
 
 from collections.abc import Sequence
@@ -18,39 +10,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NewType, Protocol
 
-from kvferry.errors import LocalProtocolError
-from kvferry.protocol.messages import MAX_MESSAGE_BYTES, TransportOffer
-from kvferry.protocol.planning.plan import BlockPermutation, Segments
-from kvferry.protocol.tickets import NO_BLOCK
-from kvferry.types import PeerId, Region, Route
-
-__all__ = [
-    "MAX_MESSAGE_BYTES",
-    "NO_BLOCK",
-    "BlockPermutation",
-    "BlockStore",
-    "CacheMemory",
-    "Completion",
-    "ControlEvent",
-    "ControlTransport",
-    "DataTransport",
-    "Disconnected",
-    "EngineStream",
-    "Handle",
-    "HostStream",
-    "Operation",
-    "Received",
-    "Route",
-    "RowBlocks",
-    "RowCopier",
-    "Segments",
-    "StoreCompletion",
-    "StoreHandle",
-    "StreamEvent",
-    "TransportKit",
-    "TransportOffer",
-    "memory_not_registered",
-]
+# Names that implementations and users of transports need too.
+from kvferry.protocol.messages import MAX_MESSAGE_BYTES as MAX_MESSAGE_BYTES
+from kvferry.protocol.messages import TransportOffer as TransportOffer
+from kvferry.protocol.planning.plan import BlockPermutation as BlockPermutation
+from kvferry.protocol.planning.plan import Segments as Segments
+from kvferry.protocol.tickets import NO_BLOCK as NO_BLOCK
+from kvferry.types import PeerId, Region
+from kvferry.types import Route as Route
 
 
 class Operation(StrEnum):
@@ -95,12 +62,12 @@ class Completion:
     handle: Handle
     error: str | None
     """Why the transfer failed; None if it succeeded."""
-    total_bytes: int
-    segments: int
+    total_bytes: int = 0
+    segments: int = 0
     """Number of descriptors or copies used after coalescing."""
-    post_s: float
+    post_s: float = 0.0
     """Seconds that this side spent preparing and submitting the transfer."""
-    transfer_s: float
+    transfer_s: float = 0.0
     """Seconds from the start of the transfer until it ended."""
     device_s: float | None = None
     """Seconds that the device spent on the copies, if the transport was asked to measure. Excludes
@@ -110,12 +77,6 @@ class Completion:
     @property
     def ok(self) -> bool:
         return self.error is None
-
-
-def memory_not_registered(transport: str) -> LocalProtocolError:
-    return LocalProtocolError(
-        f"the {transport} transport is used before its memory is registered, or after it is closed"
-    )
 
 
 class DataTransport(Protocol):
@@ -169,26 +130,19 @@ class DataTransport(Protocol):
         """
 
     def disconnect(self, peer: PeerId) -> None:
-        """Drop everything held for a peer and fail the transfers with it. Unknown peers are
-        ignored.
-        """
+        """Unknown peers are ignored."""
 
     def read(self, peer: PeerId, segments: Sequence[Segments]) -> Handle:
-        """Start copying the peer's bytes into our regions. TransportError if the peer is not
-        connected.
-        """
+        """Copy the peer's bytes into our regions. TransportError if the peer is not connected."""
 
     def write(self, peer: PeerId, segments: Sequence[Segments], grant_id: int = 0) -> Handle:
-        """Start copying our bytes to the peer, under a grant id that the peer issued (0: none;
-        peers without write grants ignore the id). TransportError if the peer is not connected, or
-        if the transport only reads.
+        """Copy our bytes to the peer, under a grant id that the peer issued (0: none; peers without
+        write grants ignore the id). TransportError if the peer is not connected, or if the
+        transport only reads.
         """
 
     @property
-    def supports_write_grants(self) -> bool:
-        """Whether peers can write here only under a grant id that was issued to them, and
-        `revoke_writes` reliably ends the grant.
-        """
+    def supports_write_grants(self) -> bool: ...
 
     def grant_writes(self, grant_id: int, blocks: Sequence[Sequence[int]]) -> None:
         """Allow peers to write under this grant id (1 to 2**64 - 1) into these blocks only.
@@ -198,15 +152,12 @@ class DataTransport(Protocol):
         """
 
     def revoke_writes(self, grant_id: int) -> Handle:
-        """Revoke a grant. `poll` yields the handle once no more bytes of a peer can land under this
-        grant id: in the very next poll if nothing is being received under it. Unknown grant ids are
-        allowed. LocalProtocolError if the transport has no write grants.
+        """End a grant: in the very next `poll` if nothing is being received under it. Unknown grant
+        ids are allowed. LocalProtocolError if the transport has no write grants.
         """
 
     def poll(self) -> list[Completion]:
-        """Make progress for a bounded time and return the transfers and revocations that have ended
-        since the last call.
-        """
+        """Return the transfers and revocations that have ended since the last call."""
 
     def cancel(self, handle: Handle) -> None:
         """Stop a transfer as soon as possible. Ended and unknown handles are ignored."""

@@ -8,7 +8,6 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from kvferry.errors import TransportError
 from kvferry.transports.base import Operation, Segments
@@ -16,21 +15,18 @@ from kvferry.transports.copy.gather import (
     SLICE_BYTES,
     SLICE_COST,
     Copier,
-    RegionCopy,
     copy_in_slices,
     fastest_copier,
 )
 from kvferry.transports.copy.segments import Bytes
-from kvferry.transports.linked import AnyLinkT, Link, LinkedTransfer, LinkedTransport
+from kvferry.transports.linked import LinkedTransfer, LinkedTransport, LinkT
 
 Slices = Iterator[tuple[int, int]]
 """Copies one slice at each step; yields the bytes of the slice and its number of copies."""
 
-CopyLinkT = TypeVar("CopyLinkT", bound=Link)
-
 
 @dataclass(slots=True, eq=False)
-class CopyTransfer(LinkedTransfer[CopyLinkT]):
+class CopyTransfer(LinkedTransfer[LinkT]):
     """One read or write. `slices` holds the only references to the peer's memory, so that the
     memory can be unmapped once `slices` is dropped.
     """
@@ -39,7 +35,7 @@ class CopyTransfer(LinkedTransfer[CopyLinkT]):
     """None: the transfer has ended."""
 
 
-class CopyingTransport(LinkedTransport[AnyLinkT, CopyTransfer[AnyLinkT]]):
+class CopyingTransport(LinkedTransport[LinkT, CopyTransfer[LinkT]]):
     """A transport completes it with `_views_of`, and `_admitted` if a peer may refuse writes."""
 
     active_interval_s = 0.0
@@ -51,11 +47,11 @@ class CopyingTransport(LinkedTransport[AnyLinkT, CopyTransfer[AnyLinkT]]):
         """Of our regions."""
 
     @abstractmethod
-    def _views_of(self, link: AnyLinkT, operation: Operation) -> Sequence[Bytes]:
+    def _views_of(self, link: LinkT, operation: Operation) -> Sequence[Bytes]:
         """Views of the peer's regions, writable for writes."""
 
     def _admitted(
-        self, slices: Slices, link: AnyLinkT, segments: Sequence[Segments], grant_id: int
+        self, slices: Slices, link: LinkT, segments: Sequence[Segments], grant_id: int
     ) -> Slices:
         """The slices of a write, checked by the peer before each is copied. A TransportError fails
         the write.
@@ -63,19 +59,16 @@ class CopyingTransport(LinkedTransport[AnyLinkT, CopyTransfer[AnyLinkT]]):
         return slices
 
     def _post(
-        self, link: AnyLinkT, segments: Sequence[Segments], operation: Operation, grant_id: int
-    ) -> CopyTransfer[AnyLinkT]:
+        self, link: LinkT, segments: Sequence[Segments], operation: Operation, grant_id: int
+    ) -> CopyTransfer[LinkT]:
         transfer = CopyTransfer(self._next_handle(), link, operation, grant_id)
         remote = self._views_of(link, operation)
-        copies = [
-            RegionCopy.of(
-                part, self._views[part.local_region], remote[part.remote_region], operation
-            )
-            for part in segments
-        ]
-        transfer.slices = copy_in_slices(copies, self._copier)
-        if operation is Operation.WRITE:
-            transfer.slices = self._admitted(transfer.slices, link, segments, grant_id)
+        if operation is Operation.READ:
+            swapped = [part.swapped() for part in segments]
+            transfer.slices = copy_in_slices(swapped, remote, self._views, self._copier)
+        else:
+            written = copy_in_slices(segments, self._views, remote, self._copier)
+            transfer.slices = self._admitted(written, link, segments, grant_id)
         transfer.post_s = time.perf_counter() - transfer.started
         return transfer
 
@@ -101,14 +94,14 @@ class CopyingTransport(LinkedTransport[AnyLinkT, CopyTransfer[AnyLinkT]]):
         if self._is_usable(transfer.link) and cost < SLICE_BYTES:
             self._end(transfer)
 
-    def _stop(self, transfer: CopyTransfer[AnyLinkT], why: str) -> None:
+    def _stop(self, transfer: CopyTransfer[LinkT], why: str) -> None:
         transfer.stop(why)
         self._end(transfer)
 
     def _close(self) -> None:
         self._views = []
 
-    def _end(self, transfer: CopyTransfer[AnyLinkT]) -> None:
+    def _end(self, transfer: CopyTransfer[LinkT]) -> None:
         if transfer.slices is not None:
             transfer.slices = None
             self._ended.append(transfer.completion())

@@ -18,12 +18,8 @@ from kvferry.transports.copy.segments import Bytes
 from kvferry.transports.cuda_ipc import driver as cuda_driver
 from kvferry.types import MemoryKind, PeerId, Region
 
-KNOWN = {
-    ("corrupt", "every"): "corrupt_every",
-    ("fail", "every"): "fail_every",
-    ("delay", "polls"): "delay_polls",
-}
-"""The faults that `parse_faults` accepts, with the field of `Faults` that each sets."""
+COUNTS = ("corrupt:every", "fail:every", "delay:polls")
+"""The faults with a number that `parse_faults` accepts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +45,18 @@ def parse_faults(text: str) -> Faults:
     """
     faults = Faults()
     for part in filter(None, (each.strip() for each in text.split(";"))):
-        kind, _, setting = part.partition(":")
-        key, _, number = setting.partition("=")
-        if (kind, key) == ("corrupt", "regions") and number:
-            faults = replace(faults, corrupt_regions=number)
-            continue
-        if (kind, key) not in KNOWN or not re.fullmatch("[1-9][0-9]{0,8}", number):
-            known = ", ".join(f"{each}:{name}=N" for each, name in KNOWN)
+        name, _, value = part.partition("=")
+        chosen: dict[str, Any]
+        if name == "corrupt:regions" and value:
+            chosen = {"corrupt_regions": value}
+        elif name in COUNTS and re.fullmatch("[1-9][0-9]{0,8}", value):
+            chosen = {name.replace(":", "_"): int(value)}
+        else:
+            known = ", ".join(f"{each}=N" for each in COUNTS)
             raise ConfigError(
                 f"fault {part!r} is not known; use one or more of {known}, corrupt:regions=TEXT, "
                 "joined by ';', with N of at least 1"
             )
-        chosen: dict[str, Any] = {KNOWN[kind, key]: int(number)}
         faults = replace(faults, **chosen)
     return faults
 

@@ -29,14 +29,13 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
-from kvferry.errors import TransportError
+from kvferry.errors import LocalProtocolError, TransportError
 from kvferry.transports.base import (
     Completion,
     Handle,
     Operation,
     Segments,
     TransportOffer,
-    memory_not_registered,
 )
 from kvferry.transports.copy.segments import (
     Descriptors,
@@ -139,10 +138,9 @@ class BatchedTransfer(LinkedTransfer[LinkT], Generic[LinkT, BatchT]):
 
 
 TransferT = TypeVar("TransferT", bound=LinkedTransfer[Any])
-AnyLinkT = TypeVar("AnyLinkT", bound=Link)
 
 
-class LinkedTransport(ABC, Generic[AnyLinkT, TransferT]):
+class LinkedTransport(ABC, Generic[LinkT, TransferT]):
     """Implements `transports.base.DataTransport`, but for the methods in the module's docstring."""
 
     name: str
@@ -155,7 +153,7 @@ class LinkedTransport(ABC, Generic[AnyLinkT, TransferT]):
     def __init__(self) -> None:
         self._regions: tuple[Region, ...] = ()
         self._is_open = False
-        self._links: dict[PeerId, AnyLinkT] = {}
+        self._links: dict[PeerId, LinkT] = {}
         self._next_link_check = 0.0
         self._transfers: OrderedDict[Handle, TransferT] = OrderedDict()
         self._revocations: set[Handle] = set()
@@ -174,11 +172,11 @@ class LinkedTransport(ABC, Generic[AnyLinkT, TransferT]):
     @abstractmethod
     def _connect(
         self, peer: PeerId, offer: TransportOffer, regions: tuple[Region, ...]
-    ) -> AnyLinkT: ...
+    ) -> LinkT: ...
 
     @abstractmethod
     def _post(
-        self, link: AnyLinkT, segments: Sequence[Segments], operation: Operation, grant_id: int
+        self, link: LinkT, segments: Sequence[Segments], operation: Operation, grant_id: int
     ) -> TransferT:
         """Start a transfer of checked segments, with a handle from `_next_handle`."""
 
@@ -188,7 +186,7 @@ class LinkedTransport(ABC, Generic[AnyLinkT, TransferT]):
     def _stop(self, transfer: TransferT, why: str) -> None:
         transfer.stop(why)
 
-    def _disconnect(self, link: AnyLinkT, why: str) -> None:
+    def _disconnect(self, link: LinkT, why: str) -> None:
         for transfer in self._transfers.values():
             if transfer.link is link:
                 self._stop(transfer, why)
@@ -291,13 +289,16 @@ class LinkedTransport(ABC, Generic[AnyLinkT, TransferT]):
 
     def _check_open(self) -> None:
         if not self._is_open:
-            raise memory_not_registered(self.name)
+            raise LocalProtocolError(
+                f"the {self.name} transport is used before its memory is registered, or after it "
+                "is closed"
+            )
 
     def _next_handle(self) -> Handle:
         self._last_handle += 1
         return Handle(self._last_handle)
 
-    def _is_usable(self, link: AnyLinkT) -> bool:
+    def _is_usable(self, link: LinkT) -> bool:
         """Whether a link is in use and its peer can still be reached; drops the link if not."""
         if link.is_dropped:
             return False
@@ -338,13 +339,13 @@ class LinkedTransport(ABC, Generic[AnyLinkT, TransferT]):
         self._transfers[transfer.handle] = transfer
         return transfer.handle
 
-    def _linked(self, peer: PeerId) -> AnyLinkT:
+    def _linked(self, peer: PeerId) -> LinkT:
         link = self._links.get(peer)
         if link is None:
             raise TransportError(f"peer {peer} is not connected over {self.name}")
         return link
 
-    def _check_segments(self, segments: Sequence[Segments], link: AnyLinkT) -> None:
+    def _check_segments(self, segments: Sequence[Segments], link: LinkT) -> None:
         check_segments(segments, self._regions, link.regions, link.peer)
 
     def _check_links(self) -> None:

@@ -1,6 +1,7 @@
 """Host identity and network: which processes share a host, and how NIXL reaches other hosts.
 
-No state apart from a cache of the host's identity; any thread may call these functions.
+No state apart from a cache of the host's identity; any thread may call the functions. A `HostLink`
+belongs to the thread of its transport.
 """
 
 import functools
@@ -8,12 +9,17 @@ import hashlib
 import os
 import select
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 from uuid import uuid4
+
+import msgspec
 
 from kvferry.errors import LocalProtocolError, TransportError
 from kvferry.transports.base import TransportOffer
+from kvferry.transports.linked import Link, OfferT, decoded_offer
+from kvferry.types import PeerId, Region
 
 RDMA_DEVICES = Path("/sys/class/infiniband")
 """The directory in which the kernel lists InfiniBand, RoCE, EFA and iWARP devices."""
@@ -45,12 +51,7 @@ def has_rdma(
     """
     if any(backend != "UCX" for backend in backends):
         return True
-    allowed = _allowed(environ)
-    forbidden = (
-        {name.removeprefix("^") for name in allowed}
-        if any(name.startswith("^") for name in allowed)
-        else set()
-    )
+    allowed, forbidden = _ucx_transports(environ)
     if allowed <= HOST_TRANSPORTS or forbidden & RDMA_TRANSPORTS or not devices.is_dir():
         return False
     present = {device.name for device in devices.iterdir()}
@@ -69,9 +70,7 @@ def nixl_locality(backends: Sequence[str], environ: Mapping[str, str]) -> str:
     """
     if has_rdma(backends, environ):
         return ""
-    if not any(
-        name in SHARED_MEMORY_TRANSPORTS or name.startswith("^") for name in _allowed(environ)
-    ):
+    if not _ucx_transports(environ)[0] & SHARED_MEMORY_TRANSPORTS:
         return uuid4().hex
     return f"{host_identity()} {os.readlink('/proc/self/ns/net')}"
 
@@ -82,17 +81,17 @@ def variable_against_remapping(environ: Mapping[str, str]) -> str:
     """
     if environ.get("UCX_RCACHE_ENABLE", "n").lower() in ("y", "yes", "1", "on", "try"):
         return "UCX_RCACHE_ENABLE"
-    allowed = _allowed(environ)
-    opens_memory = allowed & {"all", "cuda", "cuda_ipc"} or (
-        any(name.startswith("^") for name in allowed)
-        and not {name.removeprefix("^") for name in allowed} & {"cuda", "cuda_ipc"}
-    )
+    allowed, forbidden = _ucx_transports(environ)
+    opens_memory = allowed & {"all", "cuda", "cuda_ipc"} and not forbidden & {"cuda", "cuda_ipc"}
     return "UCX_TLS" if opens_memory and "UCX_TLS" in environ else ""
 
 
-def _allowed(environ: Mapping[str, str]) -> set[str]:
-    """Return the entries of UCX_TLS: transports, or `^` and a forbidden transport."""
-    return {name.strip().removeprefix("\\") for name in environ.get("UCX_TLS", "all").split(",")}
+def _ucx_transports(environ: Mapping[str, str]) -> tuple[set[str], set[str]]:
+    """Return the transports that UCX_TLS allows, and those that it forbids (`^` before a name)."""
+    names = {name.strip().removeprefix("\\") for name in environ.get("UCX_TLS", "all").split(",")}
+    if any(name.startswith("^") for name in names):
+        return {"all"}, {name.removeprefix("^") for name in names}
+    return names, set()
 
 
 @functools.cache
@@ -111,7 +110,7 @@ def host_identity() -> str:
 
 # -- process incarnations --
 # One incarnation of a process on this host: is it the process that was meant, and has it ended?
-# A pid alone does not identify a process, because the kernel reuses pids. Any thread.
+# A pid alone does not identify a process, because the kernel reuses pids.
 
 
 PROC_STATE, PROC_START_TICKS = 0, 19
@@ -142,16 +141,20 @@ def own_start_ticks(transport: str) -> int:
     return ticks
 
 
-def check_same_host(peer: object, offer: TransportOffer) -> None:
+OfferedInt = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
+OfferedSize = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+"""Addresses and sizes; `OfferedInt` is for process ids and file descriptors."""
+
+
+def decoded_host_offer(peer: PeerId, offer: TransportOffer, content: type[OfferT]) -> OfferT:
+    """The content of a peer's offer. TransportError if it is malformed, or not of this host."""
+    decoded = decoded_offer(peer, offer, content)
     if offer.reach != host_identity():
         raise TransportError(
             f"the {offer.transport} offer of {peer} is from another host, user or container; use "
             "another transport"
         )
-
-
-def process_ended(peer: object) -> str:
-    return f"the process of peer {peer} has ended"
+    return decoded
 
 
 @dataclass(slots=True)
@@ -161,6 +164,7 @@ class ProcessIncarnation:
     pid: int
     ticks: int
     _pidfd: int | None
+    _poller: select.poll = field(default_factory=select.poll)
 
     @classmethod
     def watch(cls, pid: int, ticks: int) -> "ProcessIncarnation | None":
@@ -171,6 +175,8 @@ class ProcessIncarnation:
             pidfd = None
         # Compare the start time after the pidfd is open: then the pidfd is of the right process.
         incarnation = cls(pid, ticks, pidfd)
+        if pidfd is not None:
+            incarnation._poller.register(pidfd, select.POLLIN)
         if start_ticks(pid) == ticks:
             return incarnation
         incarnation.close()
@@ -179,11 +185,31 @@ class ProcessIncarnation:
     def has_ended(self) -> bool:
         if self._pidfd is None:
             return start_ticks(self.pid) != self.ticks
-        poller = select.poll()
-        poller.register(self._pidfd, select.POLLIN)
-        return bool(poller.poll(0))
+        return bool(self._poller.poll(0))
 
     def close(self) -> None:
         if self._pidfd is not None:
             os.close(self._pidfd)
             self._pidfd = None
+
+
+class HostLink(Link):
+    """A peer in another process of this host, for as long as the process lives."""
+
+    def __init__(
+        self, peer: PeerId, regions: tuple[Region, ...], pid: int, start_ticks: int
+    ) -> None:
+        super().__init__(peer, regions)
+        incarnation = ProcessIncarnation.watch(pid, start_ticks)
+        if incarnation is None:
+            raise TransportError(self._ended())
+        self._incarnation = incarnation
+
+    def problem(self) -> str | None:
+        return self._ended() if self._incarnation.has_ended() else None
+
+    def close(self) -> None:
+        self._incarnation.close()
+
+    def _ended(self) -> str:
+        return f"the process of peer {self.peer} has ended"

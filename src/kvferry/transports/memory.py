@@ -43,6 +43,8 @@ class MemoryNetwork:
 
     lock: threading.RLock = field(default_factory=threading.RLock)
     control: dict[str, "MemoryControlTransport"] = field(default_factory=dict)
+    connections: dict[tuple[str, str], "_MemoryConnection"] = field(default_factory=dict)
+    """By the addresses of the dialling and of the dialled side."""
     data: dict[int, "MemoryTransport"] = field(default_factory=dict)
     _last_id: int = 0
 
@@ -166,15 +168,13 @@ class MemoryTransport(CopyingTransport[_MemoryLink]):
 
 @dataclass(slots=True, eq=False)
 class _MemoryConnection:
-    """A connection from a dialling side to a listening side. Frames wait in `unsent` until a
-    transport listens at the address.
-    """
+    """A connection from a dialling side to the side that listens at `address`, if there is one."""
 
     dialler: "MemoryControlTransport"
     address: str
     identity: bytes
-    listener: "MemoryControlTransport | None" = None
-    unsent: deque[bytes] = field(default_factory=deque)
+    unsent: deque[ControlEvent] = field(default_factory=deque)
+    """Frames sent before a transport listened at the address."""
 
 
 class MemoryControlTransport:
@@ -182,64 +182,59 @@ class MemoryControlTransport:
 
     def __init__(self, network: MemoryNetwork, port: int = 0) -> None:
         self._network = network
-        self._address = f"tcp://memory:{port or 50_000 + network.next_id()}"
+        self.address = f"tcp://memory:{port or 50_000 + network.next_id()}"
         self._changed = threading.Condition(network.lock)
-        self._events: deque[ControlEvent] = deque()
-        self._dialled: dict[str, _MemoryConnection] = {}
-        self._accepted: dict[bytes, _MemoryConnection] = {}
+        self.events: deque[ControlEvent] = deque()
         self._is_woken = False
         self._is_closed = False
-        self._dropped_frames = 0
-        self._listen()
-
-    @property
-    def address(self) -> str:
-        return self._address
-
-    @property
-    def dropped_frames(self) -> int:
+        self.dropped_frames = 0
         """Number of frames that were dropped because they were too long."""
-        return self._dropped_frames
+        with network.lock:
+            if self.address in network.control:
+                raise ConfigError(f"{self.address} is taken; choose another port")
+            network.control[self.address] = self
+            for connection in network.connections.values():
+                if connection.address == self.address:
+                    self.events.extend(connection.unsent)
 
     def send(self, address: str, frame: bytes) -> None:
-        with self._changed:
+        with self._network.lock:
             if self._is_closed or not self._is_short(frame):
                 return
-            connection = self._dialled.get(address) or self._dial(address)
-            waiting = (
-                len(connection.unsent)
-                if connection.listener is None
-                else connection.listener.queued()
-            )
-            if waiting >= MAX_QUEUED_FRAMES:
+            connection = self._network.connections.get((self.address, address))
+            if connection is None:
+                connection = self._dial(address)
+            listener = self._network.control.get(address)
+            waiting = connection.unsent if listener is None else listener.events
+            if len(waiting) >= MAX_QUEUED_FRAMES:
                 raise TransportError(
-                    f"{address} takes no more frames: {waiting} are waiting for it"
+                    f"{address} takes no more frames: {len(waiting)} are waiting for it"
                 )
-            connection.unsent.append(frame)
-            _deliver(connection)
+            received = Received(Route(connection.identity), frame)
+            if listener is None:
+                waiting.append(received)
+            else:
+                listener.receive(received)
 
     def reply(self, route: Route, frame: bytes) -> None:
-        if route.dialled:
-            with self._changed:
-                if route.dialled in self._dialled:
+        with self._network.lock:
+            if route.dialled:
+                if (self.address, route.dialled) in self._network.connections:
                     self.send(route.dialled, frame)
-            return
-        with self._changed:
-            connection = self._accepted.get(route.identity)
-            if (
-                connection is not None
-                and self._is_short(frame)
-                and connection.dialler.queued() < MAX_QUEUED_FRAMES
-            ):
-                connection.dialler.receive(Received(Route(b"", connection.address), frame))
+                return
+            for connection in self._network.connections.values():
+                if connection.identity == route.identity and connection.address == self.address:
+                    dialler = connection.dialler
+                    if self._is_short(frame) and len(dialler.events) < MAX_QUEUED_FRAMES:
+                        dialler.receive(Received(Route(b"", self.address), frame))
 
     def poll(self, timeout_s: float | None) -> list[ControlEvent]:
         with self._changed:
             self._changed.wait_for(
-                lambda: self._events or self._is_woken or self._is_closed, timeout_s
+                lambda: self.events or self._is_woken or self._is_closed, timeout_s
             )
             self._is_woken = False
-            arrived, self._events = list(self._events), deque()
+            arrived, self.events = list(self.events), deque()
             return arrived
 
     def wake(self) -> None:
@@ -248,80 +243,41 @@ class MemoryControlTransport:
             self._changed.notify_all()
 
     def forget(self, address: str) -> None:
-        with self._changed:
-            connection = self._dialled.pop(address, None)
-            if connection is not None and connection.listener is not None:
-                connection.listener.hang_up(connection)
+        with self._network.lock:
+            self._network.connections.pop((self.address, address), None)
+
+    def lose(self, address: str) -> None:
+        """Report that a dialled connection is gone. The other side learns nothing."""
+        with self._network.lock:
+            self.forget(address)
+            self.receive(Disconnected(address))
 
     def close(self) -> None:
         with self._changed:
             if self._is_closed:
                 return
             self._is_closed = True
-            for address in list(self._dialled):
-                self.forget(address)
-            del self._network.control[self._address]
-            for connection in list(self._accepted.values()):
-                connection.dialler.lose(connection)
-            self._accepted.clear()
-            self._events.clear()
+            for connection in list(self._network.connections.values()):
+                if connection.dialler is self:
+                    self.forget(connection.address)
+                elif connection.address == self.address:
+                    connection.dialler.lose(self.address)
+            del self._network.control[self.address]
+            self.events.clear()
             self._changed.notify_all()
 
-    # -- calls between transports of one network; the caller holds the network's lock --
-
-    def accept(self, connection: _MemoryConnection) -> None:
-        connection.listener = self
-        self._accepted[connection.identity] = connection
-
-    def hang_up(self, connection: _MemoryConnection) -> None:
-        self._accepted.pop(connection.identity, None)
-
-    def lose(self, connection: _MemoryConnection) -> None:
-        if self._dialled.pop(connection.address, None) is not None:
-            self.receive(Disconnected(connection.address))
-
     def receive(self, event: ControlEvent) -> None:
-        self._events.append(event)
+        self.events.append(event)
         self._changed.notify_all()
-
-    def queued(self) -> int:
-        return len(self._events)
-
-    def connections(self) -> list[_MemoryConnection]:
-        return list(self._dialled.values())
-
-    # -- helpers --
-
-    def _listen(self) -> None:
-        with self._changed:
-            if self._address in self._network.control:
-                raise ConfigError(f"{self._address} is taken; choose another port")
-            self._network.control[self._address] = self
-            # Deliver the frames that were sent to this address before this side listened.
-            for transport in list(self._network.control.values()):
-                for connection in transport.connections():
-                    if connection.address == self._address:
-                        _deliver(connection, self)
 
     def _dial(self, address: str) -> _MemoryConnection:
         if not address.startswith("tcp://"):
             raise TransportError(f"{address!r} cannot be dialled: it is not tcp://host:port")
-        connection = _MemoryConnection(self, address, self._network.next_id().to_bytes(8, "big"))
-        self._dialled[address] = connection
-        listener = self._network.control.get(address)
-        if listener is not None:
-            listener.accept(connection)
+        identity = self._network.next_id().to_bytes(8, "big")
+        connection = _MemoryConnection(self, address, identity)
+        self._network.connections[self.address, address] = connection
         return connection
 
     def _is_short(self, frame: bytes) -> bool:
-        self._dropped_frames += len(frame) > MAX_MESSAGE_BYTES
+        self.dropped_frames += len(frame) > MAX_MESSAGE_BYTES
         return len(frame) <= MAX_MESSAGE_BYTES
-
-
-def _deliver(connection: _MemoryConnection, newcomer: MemoryControlTransport | None = None) -> None:
-    if newcomer is not None:
-        newcomer.accept(connection)
-    while connection.listener is not None and connection.unsent:
-        connection.listener.receive(
-            Received(Route(connection.identity), connection.unsent.popleft())
-        )

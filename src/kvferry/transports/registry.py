@@ -32,13 +32,12 @@ from kvferry.transports.base import (
 )
 from kvferry.transports.copy.rows import CpuRowCopier
 from kvferry.transports.cuda_ipc.transport import CudaIpcTransport
-from kvferry.transports.host_buffer.host import CpuHostBuffer
-from kvferry.transports.host_buffer.store import HostBlockStore
+from kvferry.transports.host_buffer.store import CpuHostBuffer, HostBlockStore
 from kvferry.transports.locality import has_rdma
 from kvferry.transports.mooncake.transport import MooncakeSettings, MooncakeTransport
 from kvferry.transports.nixl.bounce.settings import BounceSettings
 from kvferry.transports.nixl.bounce.transport import BounceNixlTransport
-from kvferry.transports.nixl.transport import NetworkReach, NixlTransport
+from kvferry.transports.nixl.transport import NetworkReach
 from kvferry.transports.shm import SharedMemory, ShmTransport
 from kvferry.transports.tcp.transport import TcpTransport
 from kvferry.transports.torch_dist.channel import DistSettings
@@ -151,10 +150,14 @@ class ConfiguredTransportKit:
             reach = NetworkReach.THIS_HOST
         elif "tcp" not in self.transports and not has_rdma(self.backends, os.environ):
             _log.warning(NIXL_OVER_TCP)
-        plain = NixlTransport(
-            self.backends, self.num_threads, reach, memory_may_go=self.cache_may_sleep
+        return BounceNixlTransport(
+            self.bounce,
+            self.secret,
+            self.backends,
+            self.num_threads,
+            reach,
+            memory_may_go=self.cache_may_sleep,
         )
-        return BounceNixlTransport(plain, self.bounce, self.secret)
 
     def block_store(self, regions: Sequence[Region]) -> BlockStore:
         return HostBlockStore(regions)

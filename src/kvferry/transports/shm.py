@@ -25,13 +25,14 @@ from kvferry.transports.base import Operation, TransportOffer
 from kvferry.transports.copy.gather import Copier
 from kvferry.transports.copy.segments import Bytes
 from kvferry.transports.copying import CopyingTransport
-from kvferry.transports.linked import LINK_CHECK_S, Link, check_offered, decoded_offer
+from kvferry.transports.linked import LINK_CHECK_S, check_offered
 from kvferry.transports.locality import (
-    ProcessIncarnation,
-    check_same_host,
+    HostLink,
+    OfferedInt,
+    OfferedSize,
+    decoded_host_offer,
     host_identity,
     own_start_ticks,
-    process_ended,
 )
 from kvferry.types import MemoryKind, PeerId, Region
 
@@ -51,11 +52,11 @@ class SharedMemory:
     """
 
     def __init__(self, fd: int, pages: mmap.mmap) -> None:
-        self._fd = fd
+        self.fd = fd
         self._pages: mmap.mmap | None = pages
-        self._view = memoryview(pages)
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
-        self._size_bytes = len(pages)
+        self.buffer = memoryview(pages)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+        self.size_bytes = len(pages)
 
     @classmethod
     def allocate(cls, size_bytes: int) -> "SharedMemory":
@@ -86,25 +87,9 @@ class SharedMemory:
                 "make the cache smaller"
             ) from error
 
-    @property
-    def address(self) -> int:
-        return self._address
-
-    @property
-    def size_bytes(self) -> int:
-        return self._size_bytes
-
-    @property
-    def buffer(self) -> memoryview:
-        return self._view
-
-    @property
-    def fd(self) -> int:
-        return self._fd
-
     def contains(self, regions: Iterable[Region]) -> bool:
         """Whether all regions lie in this memory."""
-        first, last = self._address, self._address + self._size_bytes
+        first, last = self.address, self.address + self.size_bytes
         return all(
             r.memory is MemoryKind.DRAM and first <= r.address and r.address + r.size_bytes <= last
             for r in regions
@@ -117,13 +102,13 @@ class SharedMemory:
         if self._pages is None:
             return
         pages, self._pages = self._pages, None
-        os.close(self._fd)
+        os.close(self.fd)
         with contextlib.suppress(
             BufferError
         ):  # a tensor still uses the pages: unmapping them would crash the process
-            self._view.release()
+            self.buffer.release()
             pages.close()
-        self._view = memoryview(b"")
+        self.buffer = memoryview(b"")
 
 
 # -- shm transport --
@@ -133,22 +118,18 @@ class SharedMemory:
 # writing only when the first write starts.
 
 
-MAX_INT = (1 << 31) - 1
-MAX_ADDRESS = (1 << 63) - 1
-
-
 class _ShmOffer(msgspec.Struct, frozen=True, array_like=True):
     """How to reach one SharedMemory. `address` is where the owner has mapped the memory; the
     owner's regions have addresses in that mapping.
     """
 
-    pid: int
+    pid: OfferedInt
     start_ticks: int
-    fd: int
+    fd: OfferedInt
     device: int
     inode: int
-    address: int
-    size_bytes: int
+    address: OfferedSize
+    size_bytes: OfferedSize
 
 
 class ShmTransport(CopyingTransport["_ShmLink"]):
@@ -187,7 +168,7 @@ class ShmTransport(CopyingTransport["_ShmLink"]):
     def _connect(
         self, peer: PeerId, offer: TransportOffer, regions: tuple[Region, ...]
     ) -> "_ShmLink":
-        decoded = _decoded(peer, offer)
+        decoded = decoded_host_offer(peer, offer, _ShmOffer)
         check_offered(peer, offer, regions, decoded.address, decoded.size_bytes)
         return _ShmLink(peer, regions, decoded)
 
@@ -195,23 +176,19 @@ class ShmTransport(CopyingTransport["_ShmLink"]):
         return link.views(operation)
 
 
-class _ShmLink(Link):
+class _ShmLink(HostLink):
     """A peer's cache, mapped into this process."""
 
     def __init__(self, peer: PeerId, regions: tuple[Region, ...], offer: _ShmOffer) -> None:
-        super().__init__(peer, regions)
+        super().__init__(peer, regions, offer.pid, offer.start_ticks)
         self._offer = offer
-        incarnation = ProcessIncarnation.watch(offer.pid, offer.start_ticks)
-        if incarnation is None:
-            raise TransportError(process_ended(peer))
-        self._incarnation = incarnation
         self._maps: dict[Operation, mmap.mmap] = {}
         self._views: dict[Operation, list[Bytes]] = {}
         try:
             # Map for reading at once, so that `connect` fails if the cache cannot be mapped.
             self.views(Operation.READ)
         except TransportError:
-            self._incarnation.close()
+            self.close()
             raise
 
     def views(self, operation: Operation) -> list[Bytes]:
@@ -227,9 +204,6 @@ class _ShmLink(Link):
             ]
         return self._views[operation]
 
-    def problem(self) -> str | None:
-        return process_ended(self.peer) if self._incarnation.has_ended() else None
-
     def close(self) -> None:
         """Unmap the peer's cache. Every transfer with this peer was stopped before, so only this
         object still holds views of the pages.
@@ -237,7 +211,7 @@ class _ShmLink(Link):
         self._views.clear()
         while self._maps:
             self._maps.popitem()[1].close()
-        self._incarnation.close()
+        super().close()
 
     def _map(self, operation: Operation) -> mmap.mmap:
         flags, protection = os.O_RDONLY, mmap.PROT_READ
@@ -281,14 +255,3 @@ class _ShmLink(Link):
                 f"file {offer.fd} of process {offer.pid} is not the cache that "
                 f"{self.peer} offered; the peer was restarted"
             )
-
-
-def _decoded(peer: PeerId, offer: TransportOffer) -> _ShmOffer:
-    decoded = decoded_offer(peer, offer, _ShmOffer)
-    check_same_host(peer, offer)
-    numbers = (decoded.pid, decoded.fd, decoded.address, decoded.size_bytes)
-    if min(numbers) < 0 or max(decoded.pid, decoded.fd) > MAX_INT or max(numbers) > MAX_ADDRESS:
-        raise TransportError(
-            f"the shm offer of {peer} does not describe shared memory; drop this peer"
-        )
-    return decoded

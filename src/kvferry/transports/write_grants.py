@@ -31,10 +31,6 @@ def grant_not_active(grant_id: int) -> str:
     return f"write grant {grant_id} is not active"
 
 
-def write_outside_grant(grant_id: int) -> str:
-    return f"a write leaves the blocks of write grant {grant_id}"
-
-
 def check_grant_id(grant_id: int) -> None:
     if not 0 <= grant_id <= MAX_GRANT_ID:
         raise LocalProtocolError(f"{grant_id} is not a grant id: 0 to {MAX_GRANT_ID}")
@@ -136,7 +132,7 @@ class WriteGrants:
             if self._num_received[grant_id]:
                 self._waiting[grant_id].append(handle)
                 return False
-        self._ended(_revoked(handle))
+        self._ended(Completion(handle, None))
         return True
 
     def clear(self) -> None:
@@ -150,7 +146,9 @@ class WriteGrants:
             granted = self._granted.get(grant_id)
         if granted is None:
             return grant_not_active(grant_id)
-        return "" if granted.covers(addresses, sizes) else write_outside_grant(grant_id)
+        if granted.covers(addresses, sizes):
+            return ""
+        return f"a write leaves the blocks of write grant {grant_id}"
 
     def begin(self, grant_id: int) -> bool:
         """Hold back the end of a grant while a write is received. Returns whether the grant is
@@ -170,7 +168,7 @@ class WriteGrants:
             del self._num_received[grant_id]
             handles = self._waiting.pop(grant_id, [])
         for handle in handles:
-            self._ended(_revoked(handle))
+            self._ended(Completion(handle, None))
 
     @contextmanager
     def receiving(self, grant_id: int) -> Iterator[bool]:
@@ -181,8 +179,3 @@ class WriteGrants:
         finally:
             if is_active:
                 self.end(grant_id)
-
-
-def _revoked(handle: Handle) -> Completion:
-    """The end of a revocation."""
-    return Completion(handle, None, 0, 0, 0.0, 0.0)

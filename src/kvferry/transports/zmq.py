@@ -118,7 +118,8 @@ class ZmqTransport:
         self._poller = zmq.Poller()
         self._dialled: dict[str, _DealerConnection] = {}
         self._waker = _Waker()
-        self._dropped_frames = 0
+        self.dropped_frames = 0
+        """Number of frames that were dropped: too long, or in a message with several frames."""
         self._is_closed = False
         try:
             self._zap = self._listen_for_zap()
@@ -128,18 +129,9 @@ class ZmqTransport:
             self._context.destroy(linger=0)
             self._waker.close()
             raise
-        self._address = f"tcp://{Address(advertised_host.strip('[]'), bound_port)}"
+        self.address = f"tcp://{Address(advertised_host.strip('[]'), bound_port)}"
         for source in (self._zap, self._router, self._waker.fd):
             self._poller.register(source, zmq.POLLIN)
-
-    @property
-    def address(self) -> str:
-        return self._address
-
-    @property
-    def dropped_frames(self) -> int:
-        """Number of frames that were dropped: too long, or in a message with several frames."""
-        return self._dropped_frames
 
     def send(self, address: str, frame: bytes) -> None:
         if self._is_closed or not self._is_short(frame):
@@ -205,10 +197,10 @@ class ZmqTransport:
         if len(parts) == 1 and self._is_short(parts[0]):
             events.append(Received(route, parts[0]))
         elif len(parts) != 1:
-            self._dropped_frames += 1
+            self.dropped_frames += 1
 
     def _is_short(self, frame: bytes) -> bool:
-        self._dropped_frames += len(frame) > MAX_MESSAGE_BYTES
+        self.dropped_frames += len(frame) > MAX_MESSAGE_BYTES
         return len(frame) <= MAX_MESSAGE_BYTES
 
     def _dial(self, address: str) -> "_DealerConnection":
@@ -238,23 +230,28 @@ class ZmqTransport:
             _shut(dialled.socket, linger_ms)
 
     def _secured(self, kind: int) -> Socket:
+        """Open a socket with keys, and with bounds on what any peer can make this side store or
+        wait for.
+        """
         socket = self._context.socket(kind)
-        _limit(socket)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES + FRAME_ROOM_BYTES)
+        socket.sndhwm = socket.rcvhwm = MAX_QUEUED_FRAMES
+        socket.linger = CLOSE_LINGER_MS
+        socket.ipv6 = True
+        socket.backlog = 1024
+        socket.handshake_ivl = socket.connect_timeout = HANDSHAKE_MS
+        socket.reconnect_ivl, socket.reconnect_ivl_max = RECONNECT_MS, RECONNECT_MAX_MS
         socket.heartbeat_ivl = self._silence_ms // 3
         socket.heartbeat_timeout = socket.heartbeat_ttl = self._silence_ms
         socket.zap_domain = b"kvferry"
         if kind == zmq.ROUTER:
             socket.curve_server = True
-            socket.curve_publickey, socket.curve_secretkey = (
-                self._keys.server_public,
-                self._keys.server_secret,
-            )
+            socket.curve_publickey = self._keys.server_public
+            socket.curve_secretkey = self._keys.server_secret
         else:
             socket.curve_serverkey = self._keys.server_public
-            socket.curve_publickey, socket.curve_secretkey = (
-                self._keys.client_public,
-                self._keys.client_secret,
-            )
+            socket.curve_publickey = self._keys.client_public
+            socket.curve_secretkey = self._keys.client_secret
         return socket
 
     def _listen_for_zap(self) -> Socket:
@@ -296,17 +293,14 @@ class _DealerConnection:
         """Whether an established connection broke, or the handshake failed because the other side
         refused our key. libzmq retries a connection that was never established.
         """
-        is_gone = False
-        while not is_gone:
-            try:
+        with contextlib.suppress(zmq.Again):
+            while True:
                 event = recv_monitor_message(self.monitor, zmq.DONTWAIT)["event"]
-            except zmq.Again:
-                break
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._was_connected = True
-            else:
-                is_gone = event != zmq.EVENT_DISCONNECTED or self._was_connected
-        return is_gone
+                if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    self._was_connected = True
+                elif event != zmq.EVENT_DISCONNECTED or self._was_connected:
+                    return True
+        return False
 
 
 class _Waker:
@@ -334,17 +328,6 @@ class _Waker:
             if self._is_open:
                 self._is_open = False
                 os.close(self.fd)
-
-
-def _limit(socket: Socket) -> None:
-    """Bound what any peer can make this side store or wait for."""
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES + FRAME_ROOM_BYTES)
-    socket.sndhwm = socket.rcvhwm = MAX_QUEUED_FRAMES
-    socket.linger = CLOSE_LINGER_MS
-    socket.ipv6 = True
-    socket.backlog = 1024
-    socket.handshake_ivl = socket.connect_timeout = HANDSHAKE_MS
-    socket.reconnect_ivl, socket.reconnect_ivl_max = RECONNECT_MS, RECONNECT_MAX_MS
 
 
 def _bind(socket: Socket, host: str, port: int, timeout_s: float) -> int:

@@ -106,11 +106,11 @@ class DeviceBenchMemory:
         return self.address + self._size_bytes
 
     def transports(self) -> Mapping[str, DataTransport]:
-        plain, inner = (NixlTransport(reach=NetworkReach.THIS_HOST) for _ in range(2))
+        here = NetworkReach.THIS_HOST
         return {
             "cuda_ipc": CudaIpcTransport(),
-            "nixl": plain,
-            "nixl bounce": BounceNixlTransport(inner, ALWAYS_BOUNCE, KEY),
+            "nixl": NixlTransport(reach=here),
+            "nixl bounce": BounceNixlTransport(ALWAYS_BOUNCE, KEY, reach=here),
         }
 
     def source(self) -> MemorySource | None:

@@ -124,10 +124,8 @@ class CudaAddressCopier:
     def __init__(self, device: int, launch: Launch | None = None) -> None:
         self.timing = Timing.OFF
         self._device = torch.device("cuda", device)
-        self._stream, self._next_stream = (
-            torch.cuda.Stream(self._device),
-            torch.cuda.Stream(self._device),
-        )
+        self._stream = torch.cuda.Stream(self._device)
+        self._next_stream = torch.cuda.Stream(self._device)
         self._free = [self._new_table() for _ in range(FIRST_TABLES)]
         self._used: deque[tuple[CudaTable, CudaCopyJob]] = deque()
         self._launch = launch or self._best_launch(self._free[0])

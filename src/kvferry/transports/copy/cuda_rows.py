@@ -367,12 +367,12 @@ class BlockSums:
 SumPieces = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, int]], torch.Tensor
 ]
-"""`copy.sum_kernel.sum_pieces`, or its substitute `sum_pieces_by_torch`."""
+"""`copy.kernel.sum_pieces`, or its substitute `sum_pieces_by_torch`."""
 
 
 def _best_sum() -> SumPieces:
     try:
-        from kvferry.transports.copy.sum_kernel import sum_pieces
+        from kvferry.transports.copy.kernel import sum_pieces
     except ImportError as error:
         _log.warning("checksums of tiers are computed without triton, slowly reason=%s", error)
         return sum_pieces_by_torch
@@ -386,7 +386,7 @@ def sum_pieces_by_torch(
     key: torch.Tensor,
     num_pieces: tuple[int, int],
 ) -> torch.Tensor:
-    """The same as `copy.sum_kernel.sum_pieces`, one segment after the other."""
+    """The same as `copy.kernel.sum_pieces`, one segment after the other."""
     sums = [
         _sum_segment(torch.as_tensor(DeviceArray(address, (size // 4,), 4), device=key.device), key)
         for address, size in zip(addresses.tolist(), sizes.tolist(), strict=True)

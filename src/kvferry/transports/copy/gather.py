@@ -6,7 +6,6 @@ both release the GIL while they copy.
 
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
 
@@ -14,7 +13,7 @@ import numpy as np
 
 from kvferry.errors import LocalProtocolError, TransportError
 from kvferry.sleep import short_sleep
-from kvferry.transports.base import Operation, Segments
+from kvferry.transports.base import Segments
 from kvferry.transports.copy.native import native_or
 from kvferry.transports.copy.segments import (
     Bytes,
@@ -23,6 +22,7 @@ from kvferry.transports.copy.segments import (
     are_within,
     batches,
     coalesce,
+    group_by_offsets,
 )
 from kvferry.types import Region
 
@@ -114,61 +114,27 @@ could be copied in that time.
 """
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RegionCopy:
-    """One region's share of a transfer: segments of one size, from offsets in `source` to offsets
-    in `target`. The offsets have been checked.
+def copy_in_slices(
+    segments: Sequence[Segments],
+    sources: Sequence[Bytes],
+    targets: Sequence[Bytes],
+    copier: Copier,
+) -> Iterator[tuple[int, int]]:
+    """Copy checked segments from their local regions (`sources`) to their remote regions
+    (`targets`), one slice at each step; yields its bytes and its number of copies. Regions that
+    share their offsets are cut into slices once: layers mostly move the same blocks.
     """
-
-    source: Bytes
-    target: Bytes
-    segment_bytes: int
-    sources: Offsets
-    targets: Offsets
-
-    @classmethod
-    def of(cls, part: Segments, local: Bytes, remote: Bytes, operation: Operation) -> "RegionCopy":
-        ours, theirs, size = part.local_offsets, part.remote_offsets, part.segment_bytes
-        if operation is Operation.READ:
-            return cls(remote, local, size, theirs, ours)
-        return cls(local, remote, size, ours, theirs)
-
-    def cut(self) -> list[tuple[Descriptors, int]]:
-        """Return the slices and their sizes: coalesced, sorted by source, with the source as the
-        local side of each descriptor.
-        """
-        segments = Segments(0, 0, self.segment_bytes, self.sources, self.targets)
-        descriptors = coalesce(segments)
-        return [
+    for group in group_by_offsets(segments):
+        descriptors = coalesce(group[0])
+        slices = [
             (part, part.total_bytes)
             for part in batches(descriptors, SLICE_BYTES, max(1, len(descriptors)))
         ]
-
-    def is_cut_as(self, other: "RegionCopy") -> bool:
-        """Whether the other copy has the same offsets, in another region."""
-        return (
-            self.segment_bytes == other.segment_bytes
-            and _are_same(self.sources, other.sources)
-            and _are_same(self.targets, other.targets)
-        )
-
-
-def copy_in_slices(copies: Iterable[RegionCopy], copier: Copier) -> Iterator[tuple[int, int]]:
-    """Copy one slice at each step; yields its bytes and its number of copies. Layers mostly move
-    the same blocks, so consecutive copies with equal offsets are cut into slices only once.
-    """
-    last: RegionCopy | None = None
-    parts: list[tuple[Descriptors, int]] = []
-    for copy in copies:
-        if last is None or not copy.is_cut_as(last):
-            parts, last = copy.cut(), copy
-        for descriptors, total_bytes in parts:
-            copier(copy.target, copy.source, descriptors)
-            yield total_bytes, len(descriptors)
-
-
-def _are_same(first: Offsets, second: Offsets) -> bool:
-    return first is second or np.array_equal(first, second)
+        for same in group:
+            source, target = sources[same.local_region], targets[same.remote_region]
+            for part, total_bytes in slices:
+                copier(target, source, part)
+                yield total_bytes, len(part)
 
 
 # -- copies between addresses --

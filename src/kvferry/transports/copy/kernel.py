@@ -1,7 +1,7 @@
-"""The kernel that copies many segments of one size between any addresses on a GPU. The only module
-that imports triton.
+"""The kernels that copy many segments of one size between any addresses on a GPU, and that sum the
+pieces of segments. The only module that imports triton.
 
-Each program of the kernel copies a tile: `ROWS` segments of up to `WIDTH` words, or a part of one
+Each program of the first copies a tile: `ROWS` segments of up to `WIDTH` words, or a part of one
 longer segment. The addresses are in a table (`copy/table.py`); the second program id selects the
 place in the table. The thread that owns the copier makes all calls.
 """
@@ -30,7 +30,7 @@ WIDTHS = (32, 512)
 """Possible widths of a tile, in words. A segment takes the next larger width, with the rest
 masked.
 """
-WARPS = 8
+WARPS, SUM_WARPS = 8, 4
 WARP_THREADS = 32
 MAX_WORDS = 1 << 31
 MAX_PARAMETERS = 5
@@ -225,3 +225,45 @@ def _trial(first: int, size_bytes: int) -> list[AddressCopies]:
     rows = np.arange(2, dtype=np.int64) * slot
     one = AddressCopies(slot, rows[:1], rows[:1], (first,), (first + half,))
     return [one, AddressCopies(slot, rows, rows, (first,), (first + half + slot,))]
+
+
+# -- checksums --
+# The kernel for the checksums of `copy/checksum.py`.
+
+
+@triton.jit
+def _sum(addresses, sizes, firsts, key, out):
+    """Sum one piece of one segment: `v` in the definition. Each product pairs word i of a group of
+    16 words with word i + 8.
+    """
+    segment, piece = tl.program_id(0), tl.program_id(1)
+    left = tl.load(sizes + segment) - piece * 4096
+    if left > 0:
+        start = tl.load(addresses + segment) + piece.to(tl.int64) * 4096
+        words = start.to(tl.pointer_type(tl.int32))
+        nth = tl.arange(0, 512)
+        low = (nth // 8) * 16 + nth % 8
+        # A segment consists of whole groups, so a group exists or does not.
+        exists = low * 4 < left
+        one = tl.load(words + low, mask=exists, other=0) ^ tl.load(key + low)
+        other = tl.load(words + low + 8, mask=exists, other=0) ^ tl.load(key + low + 8)
+        factor = (one.to(tl.int64) & 0xFFFFFFFF) + 0x100000000
+        factors = factor * ((other.to(tl.int64) & 0xFFFFFFFF) + 0x100000000)
+        total = tl.sum(tl.where(exists, factors, 0), axis=0)
+        tl.store(out + tl.load(firsts + segment) + piece, total + tl.minimum(left, 4096))
+
+
+def sum_pieces(
+    addresses: torch.Tensor,
+    sizes: torch.Tensor,
+    firsts: torch.Tensor,
+    key: torch.Tensor,
+    num_pieces: tuple[int, int],
+) -> torch.Tensor:
+    """Return the sums of all pieces, in order, on the current stream. `firsts` is the number of
+    pieces before each segment; `num_pieces` the most of a segment, and those of all segments.
+    """
+    most, total = num_pieces
+    out = torch.empty(total, dtype=torch.int64, device=addresses.device)
+    _sum[(len(addresses), most)](addresses, sizes, firsts, key, out, num_warps=SUM_WARPS)
+    return out

@@ -42,15 +42,54 @@ class Descriptors:
 
 def coalesce(segments: Segments) -> Descriptors:
     """Return the fewest descriptors that move exactly these segments, sorted by local offset."""
-    order = np.argsort(segments.local_offsets, kind="stable")
-    local, remote = segments.local_offsets[order], segments.remote_offsets[order]
-    size = segments.segment_bytes
+    local, remote, size = segments.local_offsets, segments.remote_offsets, segments.segment_bytes
+    if len(local) < 2:
+        return Descriptors(local, remote, np.full(len(local), size, np.int64))
+    order = np.argsort(local, kind="stable")
+    local, remote = local[order], remote[order]
     joined = (np.diff(local) == size) & (np.diff(remote) == size)
-    starts = (
-        np.flatnonzero(np.concatenate(([True], ~joined))) if len(local) else np.empty(0, np.int64)
-    )
+    starts = np.flatnonzero(np.concatenate(([True], ~joined)))
     counts = np.diff(np.append(starts, len(local)))
     return Descriptors(local[starts], remote[starts], counts.astype(np.int64) * size)
+
+
+MAX_PLACES = 2048
+"""Most segments in a group, and most places in a table (`copy/table.py`)."""
+
+
+def group_by_offsets(segments: Sequence[Segments]) -> list[Sequence[Segments]]:
+    """Group segments that share their offsets, sorted by size and length, with at most `MAX_PLACES`
+    segments in a group. Offsets are shared if they are the same array.
+    """
+    if not segments:
+        return []
+    # Mostly all segments share their offsets, so check that first: there may be a hundred layers.
+    size = segments[0].segment_bytes
+    near, far = segments[0].local_offsets, segments[0].remote_offsets
+    for part in segments:
+        if (
+            part.local_offsets is not near
+            or part.remote_offsets is not far
+            or part.segment_bytes != size
+        ):
+            break
+    else:
+        if len(segments) <= MAX_PLACES:
+            return [segments] if len(near) else []
+    found: dict[tuple[int, int, int], list[Segments]] = {}
+    for part in segments:
+        if len(part.local_offsets):
+            found.setdefault(
+                (part.segment_bytes, id(part.local_offsets), id(part.remote_offsets)), []
+            ).append(part)
+    groups = sorted(
+        found.values(), key=lambda same: (same[0].segment_bytes, len(same[0].local_offsets))
+    )
+    return [
+        same[first : first + MAX_PLACES]
+        for same in groups
+        for first in range(0, len(same), MAX_PLACES)
+    ]
 
 
 def descriptors_between(
@@ -77,6 +116,10 @@ def batches(
     """Cut descriptors into batches of at most `max_descriptors` copies and `max_bytes` bytes; a
     longer descriptor is split.
     """
+    if len(descriptors) <= max_descriptors and descriptors.total_bytes <= max_bytes:
+        if len(descriptors):
+            yield descriptors
+        return
     descriptors = _split_long(descriptors, max_bytes)
     ends = np.cumsum(descriptors.size_bytes)
     first = 0
@@ -95,7 +138,7 @@ def batches(
 
 def _split_long(descriptors: Descriptors, max_bytes: int) -> Descriptors:
     counts = -(-descriptors.size_bytes // max_bytes)
-    if not len(descriptors) or int(counts.max()) == 1:
+    if int(counts.max()) == 1:
         return descriptors
     owner = np.repeat(np.arange(len(descriptors)), counts)
     nth = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)

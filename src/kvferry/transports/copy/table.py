@@ -15,15 +15,19 @@ from typing import NamedTuple
 import numpy as np
 
 from kvferry.errors import TransportError
-from kvferry.transports.base import Segments
 from kvferry.transports.copy.gather import AddressCopies
-from kvferry.transports.copy.segments import PLACE_NUMBERS, Offsets, put_all, put_places
+from kvferry.transports.copy.segments import (
+    MAX_PLACES,
+    PLACE_NUMBERS,
+    Offsets,
+    put_all,
+    put_places,
+)
 
 TABLE_NUMBERS = 131_072
 """Numbers of 64 bits in one table: 1 MiB. torch rounds pinned allocations up, and reserves large
 segments of device memory for allocations above this size.
 """
-MAX_PLACES = 2048
 TABLE_ROWS = (TABLE_NUMBERS - PLACE_NUMBERS * MAX_PLACES) // 2
 """Most rows of offsets in one table."""
 FIRST_ROWS = 8192
@@ -51,44 +55,6 @@ class TableLayout(NamedTuple):
     """Bitwise OR of all addresses: its lowest bits show the alignment of every address."""
 
 
-def group_by_offsets(segments: Sequence[Segments]) -> list[Sequence[Segments]]:
-    """Group segments that share their offsets, sorted by size and length, with at most `MAX_PLACES`
-    segments in a group. Offsets are shared if they are the same array.
-    """
-    if not segments:
-        return []
-    # Mostly all segments share their offsets, so check that first: there may be a hundred layers.
-    size, near, far = (
-        segments[0].segment_bytes,
-        segments[0].local_offsets,
-        segments[0].remote_offsets,
-    )
-    for part in segments:
-        if (
-            part.local_offsets is not near
-            or part.remote_offsets is not far
-            or part.segment_bytes != size
-        ):
-            break
-    else:
-        if len(segments) <= MAX_PLACES:
-            return [segments] if len(near) else []
-    found: dict[tuple[int, int, int], list[Segments]] = {}
-    for part in segments:
-        if len(part.local_offsets):
-            found.setdefault(
-                (part.segment_bytes, id(part.local_offsets), id(part.remote_offsets)), []
-            ).append(part)
-    groups = sorted(
-        found.values(), key=lambda same: (same[0].segment_bytes, len(same[0].local_offsets))
-    )
-    return [
-        same[first : first + MAX_PLACES]
-        for same in groups
-        for first in range(0, len(same), MAX_PLACES)
-    ]
-
-
 def is_one_launch(part: AddressCopies) -> bool:
     """Whether one tick and one kernel can copy everything, as with most transfers."""
     return (
@@ -100,8 +66,8 @@ def is_one_launch(part: AddressCopies) -> bool:
 
 def split_by_tick(copies: Sequence[AddressCopies]) -> Iterator[list[AddressCopies]]:
     """Cut the copies of a transfer into ticks."""
-    if len(copies) == 1:
-        yield from _split_one(copies[0])
+    if len(copies) == 1 and is_one_launch(copies[0]):
+        yield [copies[0]]
         return
     most_rows = FIRST_ROWS
     waiting, rows, room = list[AddressCopies](), most_rows, TICK_BYTES
@@ -116,23 +82,10 @@ def split_by_tick(copies: Sequence[AddressCopies]) -> Iterator[list[AddressCopie
                 continue
             taken = part.rows(first, first + fitting)
             waiting.append(taken)
-            first, rows, room = (
-                first + taken.num_rows,
-                rows - taken.num_rows,
-                room - taken.total_bytes,
-            )
+            first, rows = first + taken.num_rows, rows - taken.num_rows
+            room -= taken.total_bytes
     if waiting:
         yield waiting
-
-
-def _split_one(part: AddressCopies) -> Iterator[list[AddressCopies]]:
-    """Cut one `AddressCopies` into ticks: most transfers move the same blocks in every layer."""
-    first, most_rows, num_rows = 0, FIRST_ROWS, part.num_rows
-    fitting = max(1, TICK_BYTES // (part.size_bytes * part.num_places))
-    while first < num_rows:
-        taken = part.rows(first, first + min(most_rows, fitting))
-        yield [taken]
-        first, most_rows = first + taken.num_rows, min(GROWTH_PER_TICK * most_rows, TABLE_ROWS)
 
 
 def split_by_launch(copies: Sequence[AddressCopies]) -> Iterator[list[AddressCopies]]:
@@ -147,10 +100,8 @@ def split_by_launch(copies: Sequence[AddressCopies]) -> Iterator[list[AddressCop
         first = 0
         while first < part.num_rows and part.size_bytes:
             taken = part.rows(first, first + (room or TABLE_ROWS))
-            places, segments = (
-                num_places + part.num_places,
-                num_segments + taken.num_rows * part.num_places,
-            )
+            places = num_places + part.num_places
+            segments = num_segments + taken.num_rows * part.num_places
             most = max(most_rows, taken.num_rows)
             fits = room and places <= MAX_PLACES and most * places <= MAX_IDLE_FACTOR * segments
             if waiting and (not fits or waiting[0].size_bytes != part.size_bytes):
@@ -158,13 +109,8 @@ def split_by_launch(copies: Sequence[AddressCopies]) -> Iterator[list[AddressCop
                 waiting, room, num_places, num_segments, most_rows = [], TABLE_ROWS, 0, 0, 0
                 continue
             waiting.append(taken)
-            first, room, num_places, num_segments, most_rows = (
-                first + taken.num_rows,
-                room - taken.num_rows,
-                places,
-                segments,
-                most,
-            )
+            first, room = first + taken.num_rows, room - taken.num_rows
+            num_places, num_segments, most_rows = places, segments, most
     if waiting:
         yield waiting
 

@@ -1,21 +1,19 @@
-"""Device memory of a peer, opened in this process, and the checks on the peer's offer.
+"""Device memory of a peer, opened in this process.
 
 Owned by the transport's thread, in which the device's context is current.
 """
 
 from contextlib import ExitStack, suppress
+from typing import Annotated
 
 import msgspec
 
 from kvferry.errors import TransportError
-from kvferry.transports.base import TransportOffer
 from kvferry.transports.cuda_ipc import driver as cuda_driver
-from kvferry.transports.linked import Link, decoded_offer
-from kvferry.transports.locality import ProcessIncarnation, check_same_host, process_ended
+from kvferry.transports.locality import HostLink, OfferedInt, OfferedSize
 from kvferry.types import PeerId, Region
 
 MAX_ALLOCATIONS = 4096
-MAX_INT = (1 << 31) - 1
 
 
 class OfferedAllocation(msgspec.Struct, frozen=True, array_like=True):
@@ -25,22 +23,25 @@ class OfferedAllocation(msgspec.Struct, frozen=True, array_like=True):
     too.
     """
 
-    handle: bytes
-    address: int
-    size_bytes: int
+    handle: Annotated[
+        bytes,
+        msgspec.Meta(min_length=cuda_driver.HANDLE_BYTES, max_length=cuda_driver.HANDLE_BYTES),
+    ]
+    address: OfferedSize
+    size_bytes: OfferedSize
 
 
 class CudaOffer(msgspec.Struct, frozen=True, array_like=True):
     """The cuda_ipc offer of one process: process identity, GPU and allocations."""
 
-    pid: int
-    start_ticks: int
+    pid: OfferedInt
+    start_ticks: OfferedSize
     gpu: bytes
     """UUID of the GPU, which is the same in every process."""
-    allocations: list[OfferedAllocation]
+    allocations: Annotated[list[OfferedAllocation], msgspec.Meta(max_length=MAX_ALLOCATIONS)]
 
 
-class PeerMemory(Link):
+class PeerMemory(HostLink):
     """The opened allocations of one peer. The owner must call `close`.
 
     The constructor opens all allocations. TransportError if an allocation is not as offered.
@@ -54,13 +55,9 @@ class PeerMemory(Link):
         device: int,
         may_be_elsewhere: bool,
     ) -> None:
-        super().__init__(peer, regions)
+        super().__init__(peer, regions, offer.pid, offer.start_ticks)
         self.sizes = [region.size_bytes for region in regions]
         self._opened: list[int] = []
-        incarnation = ProcessIncarnation.watch(offer.pid, offer.start_ticks)
-        if incarnation is None:
-            raise TransportError(process_ended(peer))
-        self._incarnation = incarnation
         try:
             _check_reach(peer, offer.gpu, device, may_be_elsewhere)
             self.addresses = self._open(peer, offer)
@@ -68,9 +65,6 @@ class PeerMemory(Link):
             with suppress(TransportError):
                 self.close()
             raise
-
-    def problem(self) -> str | None:
-        return process_ended(self.peer) if self._incarnation.has_ended() else None
 
     def close(self) -> None:
         """Close all allocations. Idempotent.
@@ -80,7 +74,7 @@ class PeerMemory(Link):
         """
         opened, self._opened = self._opened, []
         with ExitStack() as stack:
-            stack.callback(self._incarnation.close)
+            stack.callback(super().close)
             for address in opened:
                 stack.callback(cuda_driver.close_handle, address)
 
@@ -100,27 +94,6 @@ class PeerMemory(Link):
                 )
             here.append((allocation, address))
         return [_place(peer, region, here) for region in self.regions]
-
-
-def decode_offer(peer: PeerId, offer: TransportOffer) -> CudaOffer:
-    """Decode an offer. TransportError if malformed, or from another host, user or container."""
-    decoded = decoded_offer(peer, offer, CudaOffer)
-    numbers = [
-        decoded.pid,
-        decoded.start_ticks,
-        *(n for each in decoded.allocations for n in (each.address, each.size_bytes)),
-    ]
-    is_possible = (
-        min(numbers) >= 0 and decoded.pid <= MAX_INT and len(decoded.allocations) <= MAX_ALLOCATIONS
-    )
-    if not is_possible or any(
-        len(each.handle) != cuda_driver.HANDLE_BYTES for each in decoded.allocations
-    ):
-        raise TransportError(
-            f"the cuda_ipc offer of {peer} does not describe device memory; drop this peer"
-        )
-    check_same_host(peer, offer)
-    return decoded
 
 
 def _check_reach(peer: PeerId, gpu: bytes, device: int, may_be_elsewhere: bool) -> None:

@@ -31,17 +31,16 @@ from kvferry.errors import TransportError
 from kvferry.sleep import SHORT_SLEEP_S
 from kvferry.transports.base import Completion, Handle, Operation, Segments, TransportOffer
 from kvferry.transports.copy.gather import AddressCopies, Timing
-from kvferry.transports.copy.segments import check_segment_fields
-from kvferry.transports.copy.table import FIRST_ROWS, group_by_offsets, is_one_launch, split_by_tick
+from kvferry.transports.copy.segments import check_segment_fields, group_by_offsets
+from kvferry.transports.copy.table import FIRST_ROWS, is_one_launch, split_by_tick
 from kvferry.transports.cuda_ipc import driver as cuda_driver
 from kvferry.transports.cuda_ipc.peer import (
     CudaOffer,
     OfferedAllocation,
     PeerMemory,
-    decode_offer,
 )
 from kvferry.transports.linked import LINK_CHECK_S, LinkedTransfer, LinkedTransport
-from kvferry.transports.locality import host_identity, own_start_ticks
+from kvferry.transports.locality import decoded_host_offer, host_identity, own_start_ticks
 from kvferry.types import MemoryKind, PeerId, Region
 
 if TYPE_CHECKING:
@@ -170,10 +169,8 @@ class CudaIpcTransport(LinkedTransport[PeerMemory, CudaTransfer]):
             )
             return False
         self._device = device
-        self._addresses, self._sizes = (
-            [region.address for region in regions],
-            [region.size_bytes for region in regions],
-        )
+        self._addresses = [region.address for region in regions]
+        self._sizes = [region.size_bytes for region in regions]
         return True
 
     def offer(self) -> TransportOffer:
@@ -184,7 +181,7 @@ class CudaIpcTransport(LinkedTransport[PeerMemory, CudaTransfer]):
         self, peer: PeerId, offer: TransportOffer, regions: tuple[Region, ...]
     ) -> PeerMemory:
         device = self._entered()
-        decoded = decode_offer(peer, offer)
+        decoded = decoded_host_offer(peer, offer, CudaOffer)
         if decoded.pid == os.getpid():
             raise TransportError(
                 f"{peer} is this process itself, whose memory cannot be opened again; "
@@ -262,14 +259,10 @@ class CudaIpcTransport(LinkedTransport[PeerMemory, CudaTransfer]):
     ) -> AddressCopies:
         size, near, far = group[0].segment_bytes, group[0].local_offsets, group[0].remote_offsets
         ours, theirs = [part.local_region for part in group], [part.remote_region for part in group]
-        here, there = (
-            tuple([self._addresses[each] for each in ours]),
-            tuple([memory.addresses[each] for each in theirs]),
-        )
-        last_here, last_there = (
-            min([self._sizes[each] for each in ours]) - size,
-            min([memory.sizes[each] for each in theirs]) - size,
-        )
+        here = tuple([self._addresses[each] for each in ours])
+        there = tuple([memory.addresses[each] for each in theirs])
+        last_here = min([self._sizes[each] for each in ours]) - size
+        last_there = min([memory.sizes[each] for each in theirs]) - size
         if operation is Operation.READ:
             return AddressCopies(size, far, near, there, here, last_there, last_here)
         return AddressCopies(size, near, far, here, there, last_here, last_there)

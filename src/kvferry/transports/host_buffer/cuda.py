@@ -21,7 +21,7 @@ import torch
 
 from kvferry.errors import ConfigError, LocalProtocolError
 from kvferry.transports.copy.cuda import DeviceArray
-from kvferry.transports.host_buffer.host import blocks_by_region
+from kvferry.transports.host_buffer.store import blocks_by_region
 from kvferry.types import MemoryKind, Region
 
 SLICE_S = 0.001
@@ -49,7 +49,7 @@ class _Copy:
 
 
 class CudaHostBuffer:
-    """Implements `host_buffer.host.HostBuffer`. `host_buffer` lies in `memory` (address and size),
+    """Implements `host_buffer.store.HostBuffer`. `host_buffer` lies in `memory` (address and size),
     which is pinned until `close`.
     """
 

@@ -89,10 +89,8 @@ def _rearrange_large(
         # A plain copy is several times faster than a strided one, so it counts as less.
         yield STEP_BYTES // 4
     axis = max(range(len(placement.shape)), key=placement.shape.__getitem__)
-    source, target = (
-        _items(placement, aside, 0, placement.arrived),
-        _items(placement, region, start, placement.wanted),
-    )
+    source = _items(placement, aside, 0, placement.arrived)
+    target = _items(placement, region, start, placement.wanted)
     row_bytes = max(1, prod(placement.shape) * placement.item_bytes // placement.shape[axis])
     step = max(1, STEP_BYTES // row_bytes)
     for first in range(0, placement.shape[axis], step):

@@ -1,22 +1,142 @@
-"""The block store of a worker: runs jobs round robin, in slices of about a millisecond.
+"""The block store of a worker, and the host buffer of a cache in host memory.
 
-One thread owns the store. The store rearranges blocks in host memory only, not in regions on a
-device. If a device cache has a host buffer, transports register the host buffer instead of the
-cache, and the store rearranges blocks in the host buffer.
+A host buffer is a copy of an engine's cache in host memory, which transports register instead of
+the cache: blocks are copied to it before peers read them, and back to the engine after they have
+arrived. The store runs these copies and rearranges blocks as jobs, round robin, in slices of about
+a millisecond. It rearranges blocks in host memory only, not in regions on a device. The host buffer
+of a CUDA cache is in `host_buffer/cuda.py`.
+
+The thread that owns the store makes all calls. See
+docs/decisions/020-host-buffers-and-order-on-arrival.md.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from kvferry.errors import LocalProtocolError
-from kvferry.transports.base import BlockPermutation, StoreCompletion, StoreHandle
-from kvferry.transports.copy.gather import region_view
-from kvferry.transports.copy.segments import Bytes
-from kvferry.transports.host_buffer.host import HostBuffer, run_in_ticks
+from kvferry.transports.base import (
+    NO_BLOCK,
+    BlockPermutation,
+    Segments,
+    StoreCompletion,
+    StoreHandle,
+)
+from kvferry.transports.copy.gather import (
+    SLICE_BYTES,
+    SLICE_COST,
+    copy_in_slices,
+    fastest_copier,
+    region_view,
+)
+from kvferry.transports.copy.segments import Bytes, Offsets
 from kvferry.transports.host_buffer.rearrange import STEP_BYTES, check_placement, rearrange
 from kvferry.types import MemoryKind, Region
+
+
+def run_in_ticks(costs: Iterable[int], tick_cost: int) -> Iterator[float]:
+    """Cut work into ticks of about `tick_cost`, so that no message waits long for the work.
+
+    `costs` does one step of the work at a time and yields the cost of the step. At the end of each
+    tick this iterator yields how many seconds to wait: 0, so that other jobs run in between. Work
+    that fits in one tick yields nothing.
+    """
+    spent = 0
+    for cost in costs:
+        spent += cost
+        if spent >= tick_cost:
+            yield 0.0
+            spent = 0
+
+
+# -- host buffers --
+# The host buffer has the same regions and block ids as the engine; only the addresses and strides
+# differ.
+
+
+class HostBuffer(Protocol):
+    """Copies blocks between the engine's memory and the host buffer.
+
+    Each copy is an iterator: one step does one bounded slice of work and yields how many seconds to
+    wait before the next step. Block ids are checked by `save` and `load`, before the first step.
+    """
+
+    def save(self, blocks: Sequence[Sequence[int]]) -> Iterator[float]:
+        """Copy blocks (ids by group) from the engine's memory to the host buffer."""
+
+    def load(self, blocks: Sequence[Sequence[int]]) -> Iterator[float]:
+        """Copy blocks (ids by group) from the host buffer to the engine's memory."""
+
+    def close(self) -> None: ...
+
+
+_Views = Sequence[tuple[int, Bytes]]
+"""The stride of each region, and its bytes."""
+
+
+class CpuHostBuffer:
+    """Implements `HostBuffer` for a cache in host memory that transports cannot share."""
+
+    def __init__(self, engine: Sequence[Region], host_buffer: Sequence[Region]) -> None:
+        if any(region.memory is not MemoryKind.DRAM for region in (*engine, *host_buffer)):
+            raise LocalProtocolError("this host buffer is for a cache in host memory")
+        self._regions = tuple(engine)
+        self._engine = [(region.stride_bytes, region_view(region)) for region in engine]
+        self._host_buffer = [(region.stride_bytes, region_view(region)) for region in host_buffer]
+        self._copier = fastest_copier()
+
+    def save(self, blocks: Sequence[Sequence[int]]) -> Iterator[float]:
+        return self._copies(blocks, self._engine, self._host_buffer)
+
+    def load(self, blocks: Sequence[Sequence[int]]) -> Iterator[float]:
+        return self._copies(blocks, self._host_buffer, self._engine)
+
+    def close(self) -> None:
+        self._engine, self._host_buffer = [], []
+
+    def _copies(
+        self, blocks: Sequence[Sequence[int]], sources: _Views, targets: _Views
+    ) -> Iterator[float]:
+        segments, shared = [], dict[tuple[int, int], Offsets]()
+        for index, chosen in blocks_by_region(blocks, self._regions):
+            # Regions that move the same blocks share their offsets.
+            offsets = (
+                shared.setdefault((id(chosen), side[index][0]), chosen * side[index][0])
+                for side in (sources, targets)
+            )
+            segments.append(Segments(index, index, self._regions[index].block_bytes, *offsets))
+        source_views, target_views = ([view for _, view in side] for side in (sources, targets))
+        slices = copy_in_slices(segments, source_views, target_views, self._copier)
+        return run_in_ticks((copied + SLICE_COST for copied, _ in slices), SLICE_BYTES)
+
+
+def blocks_by_region(
+    blocks: Sequence[Sequence[int]], regions: Sequence[Region]
+) -> list[tuple[int, npt.NDArray[np.int64]]]:
+    """Return the blocks to copy in each region, in ascending order, without holes.
+    LocalProtocolError for block ids that do not exist.
+    """
+    by_group = [np.unique(np.asarray(group, np.int64)) for group in blocks]
+    by_group = [numbers[numbers != NO_BLOCK] for numbers in by_group]
+    chosen = []
+    for index, region in enumerate(regions):
+        numbers = by_group[region.group] if region.group < len(by_group) else np.empty(0, np.int64)
+        if len(numbers) and not 0 <= numbers[0] <= numbers[-1] < region.num_blocks:
+            raise LocalProtocolError(
+                f"blocks {numbers[0]} to {numbers[-1]} of region {region.name!r}, which has "
+                f"{region.num_blocks}"
+            )
+        if len(numbers):
+            chosen.append((index, numbers))
+    return chosen
+
+
+# -- the store --
 
 
 @dataclass(slots=True, eq=False)

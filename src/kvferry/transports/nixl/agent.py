@@ -69,6 +69,8 @@ class NixlLink(Link):
     agent: str
     metadata: bytes
     """The newest metadata of the peer's agent that we have."""
+    grants_slots: bool = False
+    """Whether the peer has, or may allocate, a bounce buffer."""
 
 
 class Telemetry(NamedTuple):

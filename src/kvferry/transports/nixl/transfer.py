@@ -87,15 +87,6 @@ class NixlTransfer(LinkedTransfer[NixlLink]):
                 self.began_us = min(self.began_us or moved.started_us, moved.started_us)
                 self.ended_us = max(self.ended_us, moved.ended_us)
 
-    def must_close_agent(self, now: float, timeout_s: float) -> bool:
-        """Whether the transfer was stopped, and can end only by closing the agent."""
-        if self.stopped_at is None or self.has_ended:
-            return False
-        return (
-            self.may_still_write
-            or now > max(self.stopped_at, self.agent.last_completed_at(self.link)) + timeout_s
-        )
-
     def abandon(self) -> None:
         """Release the handles of all batches in flight, so that the agent can be closed.
 
@@ -205,7 +196,11 @@ class AgentPool:
             self._leaving.add(name)
 
     def needs_agent_close(self, transfer: NixlTransfer) -> bool:
-        return transfer.must_close_agent(time.monotonic(), self._timeout_s)
+        """Whether a transfer was stopped, and can end only by closing its agent."""
+        if transfer.stopped_at is None or transfer.has_ended:
+            return False
+        answered_at = max(transfer.stopped_at, transfer.agent.last_completed_at(transfer.link))
+        return transfer.may_still_write or time.monotonic() > answered_at + self._timeout_s
 
     def advance(self) -> None:
         """Retire and close agents where possible, and remove the peers' agents that are leaving.

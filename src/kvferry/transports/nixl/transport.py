@@ -28,13 +28,7 @@ from enum import Enum
 import msgspec
 
 from kvferry.errors import ConfigError, TransportError
-from kvferry.transports.base import (
-    Handle,
-    Operation,
-    Segments,
-    TransportOffer,
-    memory_not_registered,
-)
+from kvferry.transports.base import Handle, Operation, Segments, TransportOffer
 from kvferry.transports.copy.segments import Descriptors, batches, check_regions
 from kvferry.transports.linked import LinkedTransport, decoded_offer
 from kvferry.transports.locality import nixl_locality
@@ -120,7 +114,7 @@ class NixlTransport(LinkedTransport[NixlLink, NixlTransfer]):
         self._backends = tuple(backends)
         self._reach = reach
         self._num_threads = num_threads
-        self._serving: NixlAgent | None = None
+        self._serving: NixlAgent
         self._posting = AgentPool(
             self._transfers.values(), self._open_posting_agent, cancel_timeout_s
         )
@@ -128,6 +122,7 @@ class NixlTransport(LinkedTransport[NixlLink, NixlTransfer]):
         """Memory registered later, which transfers name by address only (`move`)."""
         self._busy_until = 0.0
         self._known_until = 0.0
+        """Until then progress is not measured, because `poll` is called constantly."""
         self._is_serving_polled = False
         """Whether `take_notes` has driven the progress that the next `poll` would drive."""
 
@@ -137,10 +132,14 @@ class NixlTransport(LinkedTransport[NixlLink, NixlTransfer]):
         if self._reach is NetworkReach.THIS_HOST:
             # UCX listens on every interface, and trusts every peer that speaks UCX's wire format.
             os.environ.setdefault("UCX_NET_DEVICES", "lo")
-        self._serving = self._open_agent(regions, num_threads=0)  # the serving agent posts nothing
-        return self._serving is not None
+        serving = self._open_agent(regions, num_threads=0)  # the serving agent posts nothing
+        if serving is None:
+            return False
+        self._serving = serving
+        return True
 
     def offer(self) -> TransportOffer:
+        self._check_open()
         near = nixl_locality(self._backends, os.environ)
         return TransportOffer(self.name, "", msgspec.msgpack.encode(self.identity()), near)
 
@@ -151,7 +150,7 @@ class NixlTransport(LinkedTransport[NixlLink, NixlTransfer]):
 
     def _connected(self, peer: PeerId, offer: NixlOffer, regions: tuple[Region, ...]) -> NixlLink:
         if (
-            offer.agent == self._registered().name
+            offer.agent == self._serving.name
             or len({(region.memory, region.device) for region in regions}) != 1
         ):
             raise TransportError(
@@ -177,7 +176,7 @@ class NixlTransport(LinkedTransport[NixlLink, NixlTransfer]):
 
     def _progress(self) -> None:
         if not self._is_serving_polled:
-            self._poll_agent(self._registered())
+            self._poll_agent(self._serving)
         self._is_serving_polled = False
         if not self._links and not self._transfers and self._posting.is_settled:
             return
@@ -223,29 +222,17 @@ class NixlTransport(LinkedTransport[NixlLink, NixlTransfer]):
         while self._transfers and time.monotonic() < deadline:
             self.poll()
         self._posting.close()
-        self._registered().close()
-        self._serving = None
+        self._serving.close()
 
-    # -- for transports that wrap this one --
-
-    def new_handle(self) -> Handle:
-        """Return a handle that no transfer of this transport has."""
-        return self._next_handle()
+    # -- for transfers through bounce buffers --
 
     def start(
-        self,
-        peer: PeerId,
-        segments: Sequence[Segments],
-        operation: Operation,
-        handle: Handle | None = None,
+        self, peer: PeerId, segments: Sequence[Segments], operation: Operation, handle: Handle
     ) -> Handle:
-        """Start a read or write, under a handle of `new_handle` if one is given."""
-        self.check(peer, segments)
-        return self._enqueue(self._post(self._linked(peer), segments, operation, handle=handle))
-
-    def check(self, peer: PeerId, segments: Sequence[Segments]) -> None:
-        """Raise what `read` and `write` raise for a peer or segments that cannot be."""
-        self._check_segments(segments, self._linked(peer))
+        """Start a read or write under a handle of `_next_handle`."""
+        link = self._linked(peer)
+        self._check_segments(segments, link)
+        return self._enqueue(self._post(link, segments, operation, handle=handle))
 
     def add_memory(self, region: Region) -> bool:
         """Register more memory after `register`, for `move`.
@@ -253,17 +240,16 @@ class NixlTransport(LinkedTransport[NixlLink, NixlTransfer]):
         False, with nothing changed, if NIXL cannot register the memory. A peer that is already
         connected needs our new metadata (`identity`, `update_metadata`) to reach the memory.
         """
-        serving = self._registered()
-        if not serving.register([region]):
+        if not self._serving.register([region]):
             return False
         try:
             # If NIXL cannot describe the memory, no peer can reach it: undo the registration here.
-            serving.metadata()
+            self._serving.metadata()
             is_registered = self._posting.register(region)
         except TransportError:
             is_registered = False
         if not is_registered:
-            serving.deregister_last()
+            self._serving.deregister_last()
             return False
         self._added.append(region)
         return True
@@ -286,10 +272,7 @@ class NixlTransport(LinkedTransport[NixlLink, NixlTransfer]):
     def move(self, peer: PeerId, operation: Operation, descriptors: Descriptors) -> Handle:
         """Start a READ or WRITE of segments given by addresses, already joined and checked."""
         link, max_bytes = self._linked(peer), MAX_BATCH_BYTES[self._regions[0].memory]
-        if len(descriptors) <= MAX_BATCH_DESCRIPTORS and descriptors.total_bytes <= max_bytes:
-            cut = iter((descriptors,))
-        else:
-            cut = batches(descriptors, max_bytes, MAX_BATCH_DESCRIPTORS)
+        cut = batches(descriptors, max_bytes, MAX_BATCH_DESCRIPTORS)
         return self._enqueue(self._transfer(self._next_handle(), link, operation, cut))
 
     @property
@@ -299,16 +282,12 @@ class NixlTransport(LinkedTransport[NixlLink, NixlTransfer]):
 
     def identity(self) -> NixlOffer:
         """Return what an agent needs to connect, and then to send notifications to us."""
-        agent = self._registered()
-        return NixlOffer(agent.name, agent.metadata())
+        return NixlOffer(self._serving.name, self._serving.metadata())
 
     def connect_agent(self, peer: PeerId, offer: NixlOffer, regions: Sequence[Region]) -> None:
         """Connect as `connect` does, with the peer's `identity`."""
         check_regions(regions, peer)
         self._links[peer] = self._connected(peer, offer, tuple(regions))
-
-    def is_connected(self, peer: PeerId) -> bool:
-        return peer in self._links
 
     def connected_to(self, agent: str) -> PeerId | None:
         """Return a connected peer with this agent."""
@@ -328,26 +307,13 @@ class NixlTransport(LinkedTransport[NixlLink, NixlTransfer]):
             self._fail(link, str(error))
             raise
 
-    def expect_calls(self, until: float) -> None:
-        """Skip the measurement of progress until then, because the wrapping transport polls
-        constantly.
-        """
-        self._known_until = until
-
     def take_notes(self) -> list[bytes]:
         """Return the notifications sent to us since the last call, from any sender. Before each
         `poll`, in place of its progress of the serving agent.
         """
-        if self._serving is None:
-            return []
         self._is_serving_polled = True
         notes = [each for each in self._poll_agent(self._serving) if len(each) <= MAX_NOTE_BYTES]
         return notes[-MAX_NOTES:]
-
-    def _registered(self) -> NixlAgent:
-        if self._serving is None:
-            raise memory_not_registered(self.name)
-        return self._serving
 
     def _open_agent(self, regions: Sequence[Region], num_threads: int) -> NixlAgent | None:
         """Open an agent with our memory; None if NIXL cannot register the memory."""

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ from kvferry.transports.tcp.loop import (
     TcpConnection,
     tune,
 )
+from kvferry.types import PeerId, Region
 
 MAX_CONNECTIONS = 4
 """Most connections to one peer; further transfers wait in a queue."""
@@ -61,134 +62,128 @@ class TcpBatch:
         return int(self.rows[:, 1].sum())
 
 
-@dataclass(slots=True, eq=False)
 class TcpLink(Link):
-    """One peer, and the connections to it."""
-
-    offer: wire.TcpOffer
-    connections: list["_ClientConnection"] = field(default_factory=list)
-    waiting: deque["TcpTransfer"] = field(default_factory=deque)
-    addresses: deque[SocketAddress] = field(default_factory=deque)
-    """Addresses of the peer's host, next address to dial first; empty until the name is
-    resolved.
+    """One peer: dials it, and assigns transfers to the connections. Made by the transport's owner;
+    the loop's thread makes all calls.
     """
-    failed_dials: int = 0
-    """Number of dials that have failed since the last successful dial."""
-    drop_reason: str = ""
-    """Why the link is no longer used; empty while the link is in use."""
 
-
-TcpTransfer = BatchedTransfer[TcpLink, TcpBatch]
-
-
-class Dialler:
-    """Dials peers and assigns transfers to connections."""
-
-    def __init__(self, loop: SocketLoop, ended: Callable[[Completion], None]) -> None:
-        """The loop's thread calls `ended` once for each transfer, when none of the transfer's bytes
-        can move any more.
+    def __init__(
+        self,
+        peer: PeerId,
+        regions: tuple[Region, ...],
+        offer: wire.TcpOffer,
+        loop: SocketLoop,
+        ended: Callable[[Completion], None],
+    ) -> None:
+        """`ended` is called once for each transfer, when none of the transfer's bytes can move any
+        more.
         """
+        super().__init__(peer, regions)
+        self.offer = offer
+        self.waiting: deque[TcpTransfer] = deque()
+        self.failed_dials = 0
+        """Number of dials that have failed since the last successful dial."""
         self._loop = loop
         self._ended = ended
+        self._connections: list[_ClientConnection] = []
+        self._addresses = deque(_numeric_addresses(offer))
+        """Addresses of the peer's host, next address to dial first; empty until the name is
+        resolved.
+        """
+        self._drop_reason = ""
+        """Why the link is no longer used; empty while the link is in use."""
 
-    def open(self, link: TcpLink) -> None:
+    def open(self) -> None:
         """Dial at once, so that the first transfer does not wait for the connection."""
-        if link.addresses:
-            self._dial(link)
+        if self._addresses:
+            self._dial()
             return
         # A name server may be slow, and transfers with other peers must not wait for it.
         try:
-            threading.Thread(
-                target=self._resolve, args=(link,), name="kvferry-resolve", daemon=True
-            ).start()
+            threading.Thread(target=self._resolve, name="kvferry-resolve", daemon=True).start()
         except RuntimeError as error:
-            self.drop(link, f"the name {link.offer.host} cannot be resolved ({error})")
+            self.drop(f"the name {self.offer.host} cannot be resolved ({error})")
 
-    def start(self, transfer: TcpTransfer) -> None:
-        if transfer.link.drop_reason:
-            self.end(transfer, transfer.link.drop_reason)
+    def start(self, transfer: "TcpTransfer") -> None:
+        if self._drop_reason:
+            self.end(transfer, self._drop_reason)
             return
-        transfer.link.waiting.append(transfer)
-        self._assign(transfer.link)
+        self.waiting.append(transfer)
+        self._assign()
 
-    def stop(self, transfer: TcpTransfer, why: str) -> None:
-        link = transfer.link
-        if transfer in link.waiting:
-            link.waiting.remove(transfer)
+    def stop(self, transfer: "TcpTransfer", why: str) -> None:
+        if transfer in self.waiting:
+            self.waiting.remove(transfer)
             self.end(transfer, why)
-        for connection in list(link.connections):
+        for connection in list(self._connections):
             if connection.transfer is transfer:
                 self._loop.drop(connection, why)
 
-    def drop(self, link: TcpLink, why: str) -> None:
-        link.drop_reason = link.drop_reason or why
-        for connection in list(link.connections):
+    def drop(self, why: str) -> None:
+        self._drop_reason = self._drop_reason or why
+        for connection in list(self._connections):
             self._loop.drop(connection, why)
-        self._fail_waiting(link, why)
+        self._fail_waiting(why)
 
-    def end(self, transfer: TcpTransfer, error: str | None) -> None:
+    def end(self, transfer: "TcpTransfer", error: str | None) -> None:
         transfer.error = error
         self._ended(transfer.completion())
 
     def closed(self, connection: "_ClientConnection", why: str) -> None:
-        link = connection.link
-        link.connections.remove(connection)
+        self._connections.remove(connection)
         if connection.transfer is not None:
             self.end(connection.transfer, why)
         elif not connection.is_ready:
-            link.addresses.rotate(-1)
-            link.failed_dials += 1
+            self._addresses.rotate(-1)
+            self.failed_dials += 1
         if self._loop.is_closing or (
-            not link.connections and link.failed_dials >= max(1, len(link.addresses))
+            not self._connections and self.failed_dials >= max(1, len(self._addresses))
         ):
             # No address answers: waiting transfers would wait for ever.
-            self._fail_waiting(link, why)
-        elif not link.drop_reason:
-            self._assign(link)
+            self._fail_waiting(why)
+        elif not self._drop_reason:
+            self._assign()
 
-    def _resolve(self, link: TcpLink) -> None:
+    def _resolve(self) -> None:
         try:
-            addresses, error = _addresses(link.offer), None
+            addresses, error = _addresses(self.offer), None
         # top of the thread: a malformed name makes the resolver raise more than OSError
         except Exception as failure:
             addresses, error = [], str(failure)
-        self._loop.call(partial(self._resolved, link, addresses, error))
+        self._loop.call(partial(self._resolved, addresses, error))
 
-    def _resolved(self, link: TcpLink, addresses: list[SocketAddress], error: str | None) -> None:
-        if link.drop_reason:
+    def _resolved(self, addresses: list[SocketAddress], error: str | None) -> None:
+        if self._drop_reason:
             return
         if not addresses:
-            self.drop(
-                link,
-                f"the name {link.offer.host} has no address here ({error or 'none was found'})",
-            )
+            why = error or "none was found"
+            self.drop(f"the name {self.offer.host} has no address here ({why})")
             return
-        link.addresses.extend(addresses)
-        self._dial(link)
-        self._assign(link)
+        self._addresses.extend(addresses)
+        self._dial()
+        self._assign()
 
-    def _assign(self, link: TcpLink) -> None:
-        for connection in list(link.connections):
-            if link.waiting and connection.is_ready and connection.transfer is None:
+    def _assign(self) -> None:
+        for connection in list(self._connections):
+            if self.waiting and connection.is_ready and connection.transfer is None:
                 try:
-                    connection.begin(link.waiting.popleft())
+                    connection.begin(self.waiting.popleft())
                     self._loop.update(connection)
-                except (
-                    Exception
-                ) as error:  # top of a transfer: only this transfer and its connection fail
+                # top of a transfer: only this transfer and its connection fail
+                except Exception as error:
                     self._loop.drop(connection, f"{type(error).__name__}: {error}")
-        num_coming = sum(1 for connection in link.connections if not connection.is_ready)
+        num_coming = sum(1 for connection in self._connections if not connection.is_ready)
         for _ in range(
-            min(len(link.waiting) - num_coming, MAX_CONNECTIONS - len(link.connections))
+            min(len(self.waiting) - num_coming, MAX_CONNECTIONS - len(self._connections))
         ):
-            self._dial(link)
+            self._dial()
 
-    def _dial(self, link: TcpLink) -> None:
-        if not link.addresses or link.drop_reason:
+    def _dial(self) -> None:
+        if not self._addresses or self._drop_reason:
             return
         dialling: socket.socket | None = None
         try:
-            family, address = link.addresses[0]
+            family, address = self._addresses[0]
             dialling = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
             tune(dialling)
             error = dialling.connect_ex(address)
@@ -197,26 +192,28 @@ class Dialler:
         except OSError as failure:
             if dialling is not None:
                 dialling.close()
-            if not link.connections:  # otherwise the waiting transfers use these connections
-                self._fail_waiting(link, f"{link.peer} cannot be dialled ({failure})")
+            if not self._connections:  # otherwise the waiting transfers use these connections
+                self._fail_waiting(f"{self.peer} cannot be dialled ({failure})")
             return
-        connection = _ClientConnection(SocketStream(dialling), link, self)
-        link.connections.append(connection)
+        connection = _ClientConnection(SocketStream(dialling), self)
+        self._connections.append(connection)
         self._loop.add(connection)
 
-    def _fail_waiting(self, link: TcpLink, why: str) -> None:
-        while link.waiting:
-            self.end(link.waiting.popleft(), why)
+    def _fail_waiting(self, why: str) -> None:
+        while self.waiting:
+            self.end(self.waiting.popleft(), why)
+
+
+TcpTransfer = BatchedTransfer[TcpLink, TcpBatch]
 
 
 class _ClientConnection(TcpConnection):
     """A connection to a peer, with at most one active transfer."""
 
-    def __init__(self, stream: SocketStream, link: TcpLink, dialler: Dialler) -> None:
+    def __init__(self, stream: SocketStream, link: TcpLink) -> None:
         self.link = link
         self.transfer: TcpTransfer | None = None
         self.is_ready = False
-        self._dialler = dialler
         self._posted: deque[TcpBatch] = deque()
         super().__init__(stream)
 
@@ -236,7 +233,8 @@ class _ClientConnection(TcpConnection):
             )
         self.is_ready = True
         self.link.failed_dials = 0
-        self._take_next()
+        if self.link.waiting:
+            self.begin(self.link.waiting.popleft())
         while True:
             reply = bytearray(wire.REPLY_BYTES)
             yield IoVector([memoryview(reply)])
@@ -275,11 +273,7 @@ class _ClientConnection(TcpConnection):
 
     def ended(self, why: str) -> None:
         self._posted.clear()
-        self._dialler.closed(self, why)
-
-    def _take_next(self) -> None:
-        if self.link.waiting:
-            self.begin(self.link.waiting.popleft())
+        self.link.closed(self, why)
 
     def _take_reply(self) -> ConnectionHandler:
         if not self._posted or self.transfer is None:
@@ -309,10 +303,10 @@ class _ClientConnection(TcpConnection):
                 return
             else:
                 self.transfer = self.link.waiting.popleft() if self.link.waiting else None
-                self._dialler.end(transfer, None)
+                self.link.end(transfer, None)
 
 
-def numeric_addresses(offer: wire.TcpOffer) -> list[SocketAddress]:
+def _numeric_addresses(offer: wire.TcpOffer) -> list[SocketAddress]:
     """Return the addresses of a numeric host without asking a name server. Empty for a name."""
     with contextlib.suppress(OSError, ValueError):
         return _addresses(offer, socket.AI_NUMERICHOST)

@@ -304,11 +304,20 @@ class SocketLoop:
 
     def add(self, connection: TcpConnection) -> None:
         self._connections[connection] = 0
-        self._watch(connection)
+        self.update(connection)
 
     def update(self, connection: TcpConnection) -> None:
         """Update the watched events of a connection after bytes were added to its queue."""
-        self._watch(connection)
+        before, wanted = self._connections[connection], connection.events()
+        if wanted == before:
+            return
+        if not before:
+            self._selector.register(connection.stream.fd, wanted, connection)
+        elif wanted:
+            self._selector.modify(connection.stream.fd, wanted, connection)
+        else:
+            self._selector.unregister(connection.stream.fd)
+        self._connections[connection] = wanted
 
     def drop(self, connection: TcpConnection, why: str) -> None:
         """Close a connection. Unknown connections are ignored."""
@@ -327,7 +336,7 @@ class SocketLoop:
             if not self._is_closed:
                 self._release()
             return
-        self.call(_nothing)
+        self.call(lambda: None)
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
             raise KVFerryError(
@@ -389,19 +398,7 @@ class SocketLoop:
         if connection.is_finished:
             self.drop(connection, "the last reply has been sent")
         else:
-            self._watch(connection)
-
-    def _watch(self, connection: TcpConnection) -> None:
-        before, wanted = self._connections[connection], connection.events()
-        if wanted == before:
-            return
-        if not before:
-            self._selector.register(connection.stream.fd, wanted, connection)
-        elif wanted:
-            self._selector.modify(connection.stream.fd, wanted, connection)
-        else:
-            self._selector.unregister(connection.stream.fd)
-        self._connections[connection] = wanted
+            self.update(connection)
 
     def _accept_pending(self) -> None:
         for _ in range(MAX_ACCEPTED):
@@ -448,7 +445,3 @@ class SocketLoop:
         with self._lock:
             self._is_closed = True
             os.close(self._wake)
-
-
-def _nothing() -> None:
-    return None

@@ -7,7 +7,6 @@ docs/decisions/023-a-tcp-transport-of-our-own.md.
 """
 
 import secrets
-from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -18,7 +17,7 @@ from kvferry.transports.base import Completion, Operation, Segments, TransportOf
 from kvferry.transports.copy.gather import AddressedMemory
 from kvferry.transports.linked import LinkedTransport
 from kvferry.transports.tcp import wire
-from kvferry.transports.tcp.client import Dialler, TcpBatch, TcpLink, TcpTransfer, numeric_addresses
+from kvferry.transports.tcp.client import TcpBatch, TcpLink, TcpTransfer
 from kvferry.transports.tcp.loop import SocketLoop, listening_on
 from kvferry.transports.tcp.server import TcpServer
 from kvferry.types import MemoryKind, PeerId, Region
@@ -40,7 +39,6 @@ class TcpTransport(LinkedTransport[TcpLink, TcpTransfer]):
         self._port = 0
         self._memory: AddressedMemory
         self._loop: SocketLoop
-        self._dialler: Dialler
         self._server: TcpServer
 
     def _open(self, regions: tuple[Region, ...]) -> bool:
@@ -51,7 +49,6 @@ class TcpTransport(LinkedTransport[TcpLink, TcpTransfer]):
         self._port = listener.getsockname()[1]
         self._memory = AddressedMemory(ranges.first, ranges.size_bytes)
         self._loop = SocketLoop("kvferry-tcp")
-        self._dialler = Dialler(self._loop, self._ended.append)
         self._server = TcpServer(self._loop, self._token, ranges, self._memory, self._write_grants)
         self._loop.start(listener, self._server.accept)
         return True
@@ -63,8 +60,8 @@ class TcpTransport(LinkedTransport[TcpLink, TcpTransfer]):
 
     def _connect(self, peer: PeerId, offer: TransportOffer, regions: tuple[Region, ...]) -> TcpLink:
         decoded = wire.checked_offer(peer, offer, wire.TcpOffer)
-        link = TcpLink(peer, regions, decoded, addresses=deque(numeric_addresses(decoded)))
-        self._loop.call(partial(self._dialler.open, link))
+        link = TcpLink(peer, regions, decoded, self._loop, self._ended.append)
+        self._loop.call(link.open)
         return link
 
     def _post(
@@ -72,7 +69,7 @@ class TcpTransport(LinkedTransport[TcpLink, TcpTransfer]):
     ) -> TcpTransfer:
         batches = self._batches(segments, link)
         transfer = TcpTransfer(self._next_handle(), link, operation, grant_id, batches=batches)
-        self._loop.call(partial(self._dialler.start, transfer))
+        self._loop.call(partial(link.start, transfer))
         return transfer
 
     def _progress(self) -> None:
@@ -85,13 +82,13 @@ class TcpTransport(LinkedTransport[TcpLink, TcpTransfer]):
             transfer.stop(f"the tcp transport has stopped: {failure}")
             self._ended.append(transfer.completion())
         # Only that thread receives bytes, so no byte can land under a revoked grant id.
-        self._ended.extend(Completion(handle, None, 0, 0, 0.0, 0.0) for handle in self._revocations)
+        self._ended.extend(Completion(handle, None) for handle in self._revocations)
 
     def _stop(self, transfer: TcpTransfer, why: str) -> None:
-        self._loop.call(partial(self._dialler.stop, transfer, why))
+        self._loop.call(partial(transfer.link.stop, transfer, why))
 
     def _disconnect(self, link: TcpLink, why: str) -> None:
-        self._loop.call(partial(self._dialler.drop, link, why))
+        self._loop.call(partial(link.drop, why))
 
     def _interrupt_writes(self, grant_id: int) -> None:
         self._loop.call(partial(self._server.reject_writers, grant_id))

@@ -14,7 +14,6 @@ reserved for slots granted to peers. So two transports never deadlock. See
 docs/decisions/037-bounce-buffers.md.
 """
 
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -22,13 +21,14 @@ from typing import Protocol
 from kvferry.errors import KVFerryError, TransportError
 from kvferry.transports.base import Completion, Handle, Operation, Segments
 from kvferry.transports.copy.segments import Descriptors
+from kvferry.transports.nixl.agent import NixlLink
 from kvferry.transports.nixl.bounce.messages import (
     InitiatorProgress,
     OutgoingMessages,
-    OwnerProgress,
     SegmentPart,
     SlotGranted,
     SlotRequest,
+    ToInitiator,
     TransferEnded,
     TransferStopped,
     cut_into_parts,
@@ -37,7 +37,6 @@ from kvferry.transports.nixl.bounce.owner import RECLAIM_S
 from kvferry.transports.nixl.bounce.slots import (
     BounceBuffer,
     Direction,
-    SegmentStream,
     Slot,
     SlotCopier,
     SlotTable,
@@ -67,8 +66,6 @@ omit the metadata.
 
 The peer keeps the metadata longer (`mailbox.IDLE_S`).
 """
-
-ToInitiator = SlotGranted | OwnerProgress | TransferEnded
 
 
 class DescriptorMover(Protocol):
@@ -129,8 +126,7 @@ class BounceTransfers:
     def start(
         self,
         handle: Handle,
-        peer: PeerId,
-        agent: str,
+        link: NixlLink,
         operation: Operation,
         segments: Sequence[Segments],
         regions: Sequence[Region],
@@ -139,12 +135,10 @@ class BounceTransfers:
 
         There is at least one segment.
         """
-        stream, began_s = SegmentStream(), time.perf_counter()
+        transfer = BounceTransfer(handle, link, operation, plan=segments)
         for part in segments:
-            stream.append(
-                regions[part.local_region].address, part.segment_bytes, part.local_offsets
-            )
-        transfer = BounceTransfer(handle, peer, agent, operation, segments, stream, began_s)
+            address = regions[part.local_region].address
+            transfer.stream.append(address, part.segment_bytes, part.local_offsets)
         self._transfers[handle] = transfer
         self._queue.append(transfer)
 
@@ -154,7 +148,7 @@ class BounceTransfers:
 
     def peers(self) -> set[PeerId]:
         """Return the peers of all transfers."""
-        return {transfer.peer for transfer in self._transfers.values()}
+        return {transfer.link.peer for transfer in self._transfers.values()}
 
     def stop_all(self, why: str, now: float) -> None:
         for transfer in list(self._transfers.values()):
@@ -169,7 +163,7 @@ class BounceTransfers:
         """Stop all transfers with a peer whose connection has failed or is about to be dropped."""
         for known in (self._last_message_at, self._backoff_until, self._reachable):
             known.clear()  # the two agents exchange their metadata again after a new connection
-        for transfer in [each for each in self._transfers.values() if each.peer == peer]:
+        for transfer in [each for each in self._transfers.values() if each.link.peer == peer]:
             # A live peer may still be scattering a write that was reported before: the write then
             # waits for the peer's TransferEnded, or until the peer must have stopped.
             transfer.has_peer_ended |= transfer.is_read or transfer.advanced == 0
@@ -179,14 +173,14 @@ class BounceTransfers:
 
     def receive(self, sender: str, message: ToInitiator, now: float) -> None:
         transfer = self._transfers.get(Handle(message.transfer))
-        if transfer is None or transfer.agent != sender:
+        if transfer is None or transfer.link.agent != sender:
             # The owner must free a slot that we no longer wait for. If it moves bytes, our
             # TransferStopped was lost, and posted bytes may still arrive.
             if not isinstance(message, TransferEnded):
                 is_certain = isinstance(message, SlotGranted)
                 self.outgoing.put(sender, TransferStopped(message.transfer, is_certain))
             return
-        peer = transfer.peer
+        peer = transfer.link.peer
         self._last_message_at[sender] = now
         if isinstance(message, TransferEnded):
             transfer.has_peer_ended = True
@@ -199,7 +193,7 @@ class BounceTransfers:
             transfer.echoed_clock_s = message.echoed_clock_s
         if isinstance(message, SlotGranted):
             self._take_slot(transfer, message, now)
-        elif message.upto > (transfer.total_bytes if transfer.is_read else transfer.landed):
+        elif message.upto > (transfer.size_bytes if transfer.is_read else transfer.landed):
             self._stop(
                 transfer,
                 f"peer {peer} reports progress up to byte {message.upto}, which is impossible",
@@ -213,14 +207,14 @@ class BounceTransfers:
         transfer = self._by_posted_handle.pop(completion.handle, None)
         if transfer is None:
             return False
-        transfer.num_descriptors += completion.segments
+        transfer.segments += completion.segments
         transfer.post_s += completion.post_s
         transfer.arrived.add(completion.handle)
         if completion.error is not None:
             transfer.is_certain = transfer.is_certain and transfer.is_read
             self._stop(transfer, completion.error, now)
         elif transfer.is_read and self._is_silent(transfer, now):
-            self._stop(transfer, f"peer {transfer.peer} has been silent for too long", now)
+            self._stop(transfer, f"peer {transfer.link.peer} has been silent for too long", now)
         # Chunks may complete in any order; `landed` advances over a gapless prefix only.
         while transfer.in_flight and transfer.in_flight[0][1] in transfer.arrived:
             end, posted_handle = transfer.in_flight.popleft()
@@ -232,7 +226,7 @@ class BounceTransfers:
     def advance(self, now: float) -> None:
         """Run one tick of bounded work: admit transfers, copy, post, finish stopped ones."""
         self._admit(now)
-        budget = self._bounce_buffer.limits.tick_bytes
+        budget = self._bounce_buffer.tick_bytes
         for transfer in list(self._transfers.values()):
             if transfer.state is BounceState.MOVING:
                 budget -= self._move(transfer, now, may_start=budget > 0)
@@ -253,7 +247,7 @@ class BounceTransfers:
                 transfer = self._writing[0]
                 is_wanted = transfer.state in (BounceState.ASKED, BounceState.MOVING)
                 if is_wanted and (part := next(transfer.parts, None)) is not None:
-                    yield transfer.agent, part
+                    yield transfer.link.agent, part
                     break
                 self._writing.popleft()
 
@@ -268,10 +262,8 @@ class BounceTransfers:
         most, least = fair_slot_bytes(self._table.size_bytes)
         while self._queue:
             transfer = self._queue[0]
-            granularity = common_granularity(
-                [part.segment_bytes for part in transfer.segments], least
-            )
-            slot = self._table.take(min(transfer.total_bytes, most), least, granularity)
+            granularity = common_granularity([part.segment_bytes for part in transfer.plan], least)
+            slot = self._table.take(min(transfer.size_bytes, most), least, granularity)
             if slot is None:
                 return
             self._queue.popleft()
@@ -279,22 +271,22 @@ class BounceTransfers:
             transfer.slot_copier = SlotCopier(
                 self._bounce_buffer, transfer.stream, slot, direction, granularity
             )
-            transfer.parts = cut_into_parts(transfer.handle, transfer.segments)
+            transfer.parts = cut_into_parts(transfer.handle, transfer.plan)
             transfer.echoed_clock_s = transfer.sent_at = now
             transfer.enter(BounceState.ASKED, now)
-            known_at = self._last_message_at.get(transfer.agent, -METADATA_TTL_S)
+            known_at = self._last_message_at.get(transfer.link.agent, -METADATA_TTL_S)
             ask = SlotRequest(
                 transfer.handle,
                 now,
                 transfer.is_read,
-                transfer.total_bytes,
+                transfer.size_bytes,
                 slot.size_bytes,
                 granularity,
                 b"" if now < known_at + METADATA_TTL_S else self._metadata,
-                transfer.agent not in self._reachable,
+                transfer.link.agent not in self._reachable,
             )
             # The owner starts with the first part while the others are encoded.
-            self.outgoing.put(transfer.agent, ask, next(transfer.parts))
+            self.outgoing.put(transfer.link.agent, ask, next(transfer.parts))
             self._writing.append(transfer)
 
     def _take_slot(self, transfer: BounceTransfer, granted: SlotGranted, now: float) -> None:
@@ -307,15 +299,15 @@ class BounceTransfers:
             return
         if granted.metadata:
             try:
-                self._mover.update_metadata(transfer.peer, granted.metadata)
+                self._mover.update_metadata(transfer.link.peer, granted.metadata)
             except TransportError as error:
                 self._stop(transfer, str(error), now)
                 return
-            self._reachable.add(transfer.agent)
+            self._reachable.add(transfer.link.agent)
         if granted.size_bytes > slot_copier.slot.size_bytes:
             self._stop(
                 transfer,
-                f"peer {transfer.peer} granted {granted.size_bytes} bytes, but "
+                f"peer {transfer.link.peer} granted {granted.size_bytes} bytes, but "
                 f"{slot_copier.slot.size_bytes} were asked for",
                 now,
             )
@@ -330,7 +322,7 @@ class BounceTransfers:
 
     def _move(self, transfer: BounceTransfer, now: float, *, may_start: bool) -> int:
         """Copy and post up to the limits; return the number of bytes whose copy has started."""
-        slot_copier, total, begun = transfer.slot_copier, transfer.total_bytes, 0
+        slot_copier, total, begun = transfer.slot_copier, transfer.size_bytes, 0
         assert slot_copier is not None
         try:
             begun = slot_copier.advance(transfer.landed, total, may_start=may_start)
@@ -351,7 +343,7 @@ class BounceTransfers:
             if end <= transfer.posted:
                 return
             chunk = transfer.descriptors(end)
-            handle = self._mover.move(transfer.peer, transfer.operation, chunk)
+            handle = self._mover.move(transfer.link.peer, transfer.operation, chunk)
             transfer.in_flight.append((end, handle))
             transfer.posted = end
             self._by_posted_handle[handle] = transfer
@@ -363,18 +355,22 @@ class BounceTransfers:
     def _keep_alive(self, transfer: BounceTransfer, now: float) -> None:
         """Stop the transfer if the owner is silent; otherwise send due progress messages."""
         if self._is_silent(transfer, now):
-            self._stop(transfer, f"peer {transfer.peer} has been silent for too long", now)
+            self._stop(transfer, f"peer {transfer.link.peer} has been silent for too long", now)
         elif transfer.state is BounceState.ASKED and now > transfer.since + GRANT_TIMEOUT_S:
-            self.outgoing.put(transfer.agent, TransferStopped(transfer.handle, is_certain=True))
-            if self._last_message_at.get(transfer.agent, -1.0) < transfer.since:
-                self._backoff_until[transfer.agent] = now + BACKOFF_S
+            self.outgoing.put(
+                transfer.link.agent, TransferStopped(transfer.handle, is_certain=True)
+            )
+            if self._last_message_at.get(transfer.link.agent, -1.0) < transfer.since:
+                self._backoff_until[transfer.link.agent] = now + BACKOFF_S
             self._fall_back(transfer)
         elif transfer.must_notify or now > transfer.sent_at + PING_S:
             self._report_progress(transfer, now)
 
     def _report_progress(self, transfer: BounceTransfer, now: float) -> None:
         transfer.advanced, transfer.sent_at = transfer.landed, now
-        self.outgoing.put(transfer.agent, InitiatorProgress(transfer.handle, transfer.landed, now))
+        self.outgoing.put(
+            transfer.link.agent, InitiatorProgress(transfer.handle, transfer.landed, now)
+        )
 
     def _stop(self, transfer: BounceTransfer, why: str, now: float) -> None:
         """Stop a transfer. Only the first reason is kept."""
@@ -404,7 +400,9 @@ class BounceTransfers:
                 transfer.is_certain = False
             if transfer.in_flight or not transfer.slot_copier.is_idle:
                 return
-            self.outgoing.put(transfer.agent, TransferStopped(transfer.handle, transfer.is_certain))
+            self.outgoing.put(
+                transfer.link.agent, TransferStopped(transfer.handle, transfer.is_certain)
+            )
             transfer.enter(BounceState.CLOSING, now)
         is_told = transfer.is_read or transfer.advanced == 0 or transfer.has_peer_ended
         # An owner that is silent for this long has stalled. A stalled owner ends all writes on
@@ -419,7 +417,9 @@ class BounceTransfers:
     def _fall_back(self, transfer: BounceTransfer) -> None:
         """Let the transfer go directly through NIXL, without bounce buffers."""
         try:
-            self._mover.start(transfer.peer, transfer.segments, transfer.operation, transfer.handle)
+            self._mover.start(
+                transfer.link.peer, transfer.plan, transfer.operation, transfer.handle
+            )
         except KVFerryError as error:
             transfer.error = str(error)
             self._end(transfer)
@@ -427,16 +427,8 @@ class BounceTransfers:
             self._release(transfer)
 
     def _end(self, transfer: BounceTransfer) -> None:
-        self._ended.append(
-            Completion(
-                transfer.handle,
-                transfer.error,
-                total_bytes=transfer.total_bytes if transfer.error is None else transfer.landed,
-                segments=transfer.num_descriptors,
-                post_s=transfer.post_s,
-                transfer_s=time.perf_counter() - transfer.began_s,
-            )
-        )
+        transfer.total_bytes = transfer.size_bytes if transfer.error is None else transfer.landed
+        self._ended.append(transfer.completion())
         self._release(transfer)
 
     def _release(self, transfer: BounceTransfer) -> None:

@@ -65,9 +65,8 @@ MAX_SENDERS = 1024
 """Number of senders whose last envelope count is remembered; beyond this the oldest is forgotten.
 """
 TAG_BYTES = 32
-SHORT_BYTES, TABLE_BYTES, GROUP_BYTES = 256, 16, 32
-"""Upper bounds, in bytes, on a message, a table and a group without their variable-length fields.
-"""
+HEADER_BYTES = 256
+"""Upper bound, in bytes, on a notification without its messages."""
 MAX_WHY = 400
 """Largest number of characters of the reason in TransferEnded."""
 MAX_INTEGER = (1 << 62) - 1
@@ -210,15 +209,9 @@ class TransferEnded(msgspec.Struct, frozen=True, array_like=True, tag="end"):
     why: _Why
 
 
-BounceMessage = (
-    SlotRequest
-    | SegmentPart
-    | InitiatorProgress
-    | TransferStopped
-    | SlotGranted
-    | OwnerProgress
-    | TransferEnded
-)
+ToOwner = SlotRequest | SegmentPart | InitiatorProgress | TransferStopped
+ToInitiator = SlotGranted | OwnerProgress | TransferEnded
+BounceMessage = ToOwner | ToInitiator
 
 
 class OutgoingMessages:
@@ -265,22 +258,21 @@ class NotificationCodec:
 
     def encode(self, receiver: str, messages: Sequence[BounceMessage]) -> Iterator[bytes]:
         """Encode messages in order, in as few notifications as possible."""
-        waiting, weight = list[BounceMessage](), 0
+        waiting, room = list[msgspec.Raw](), MAX_ENVELOPE_BYTES - HEADER_BYTES
         for message in messages:
-            if waiting and (
-                len(waiting) == FEW_MESSAGES
-                or weight + _weight(message) > MAX_ENVELOPE_BYTES - SHORT_BYTES
-            ):
-                yield self._encode(receiver, tuple(waiting))
-                waiting, weight = [], 0
-            waiting.append(message)
-            weight += _weight(message)
+            encoded = msgspec.msgpack.encode(message)
+            if waiting and (len(waiting) == FEW_MESSAGES or len(encoded) > room):
+                yield self._encode(receiver, waiting)
+                waiting, room = [], MAX_ENVELOPE_BYTES - HEADER_BYTES
+            waiting.append(msgspec.Raw(encoded))
+            room -= len(encoded)
         if waiting:
-            yield self._encode(receiver, tuple(waiting))
+            yield self._encode(receiver, waiting)
 
-    def _encode(self, receiver: str, messages: tuple[BounceMessage, ...]) -> bytes:
+    def _encode(self, receiver: str, messages: list[msgspec.Raw]) -> bytes:
         self._sent += 1
-        payload = msgspec.msgpack.encode(Envelope(BOUNCE_VERSION, self._own, self._sent, messages))
+        # An `Envelope`, with messages that are encoded already.
+        payload = msgspec.msgpack.encode((BOUNCE_VERSION, self._own, self._sent, messages))
         return b"".join((self._tag(receiver, payload), payload))
 
     def decode(self, notification: bytes) -> Envelope:
@@ -314,20 +306,6 @@ class NotificationCodec:
 
     def _tag(self, receiver: str, payload: bytes | memoryview) -> bytes:
         return hmac.digest(self._key, b"".join((receiver.encode(), b"\0", payload)), hashlib.sha256)
-
-
-def _weight(message: BounceMessage) -> int:
-    """Return an upper bound, close to the real size, on the encoded size of a message in bytes."""
-    match message:
-        case SegmentPart():
-            tables = sum(TABLE_BYTES + len(table.numbers) for table in message.tables)
-            return SHORT_BYTES + tables + GROUP_BYTES * len(message.groups)
-        case SlotRequest() | SlotGranted():
-            return SHORT_BYTES + len(message.metadata)
-        case TransferEnded():
-            return SHORT_BYTES + 4 * len(message.why)
-        case _:
-            return SHORT_BYTES
 
 
 # -- segments on the wire --

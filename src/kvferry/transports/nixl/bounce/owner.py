@@ -34,6 +34,7 @@ from kvferry.transports.nixl.bounce.messages import (
     SegmentPart,
     SlotGranted,
     SlotRequest,
+    ToOwner,
     TransferEnded,
     TransferStopped,
 )
@@ -64,8 +65,6 @@ Bytes scattered now may come too late: the blocks may belong to another request.
 MAX_SERVED = 1024
 MAX_QUEUED_SEGMENTS = 2 * MAX_SEGMENTS
 """Limit on the segments of all transfers together; each takes 8 bytes."""
-
-ToOwner = SlotRequest | SegmentPart | InitiatorProgress | TransferStopped
 
 
 @dataclass(slots=True, eq=False)
@@ -207,7 +206,7 @@ class SlotServer:
             if served.is_reclaimable(now, self._reclaim_s):
                 self._release(served)
         self._grant(now)
-        budget, holders = self._bounce_buffer.limits.tick_bytes, self._holders()
+        budget, holders = self._bounce_buffer.tick_bytes, self._holders()
         for served, slot_copier in holders:
             budget -= self._move(served, slot_copier, now, may_start=budget > 0)
         if len(holders) > 1:  # the next tick starts with another transfer

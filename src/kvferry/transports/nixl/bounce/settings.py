@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvferry.transports.base import Segments
-from kvferry.transports.copy.table import group_by_offsets
+from kvferry.transports.copy.segments import group_by_offsets
 from kvferry.transports.nixl.bounce.messages import MAX_SEGMENTS
 from kvferry.types import MemoryKind
 
@@ -92,10 +92,8 @@ def is_fragmented(segments: Sequence[Segments], settings: ResolvedBounceSettings
         group_by_offsets(segments), key=lambda same: -len(same) * same[0].total_bytes
     )[:SAMPLED_PLANS]:
         size = same[0].segment_bytes
-        local, remote = (
-            offsets[:SAMPLED_SEGMENTS]
-            for offsets in (same[0].local_offsets, same[0].remote_offsets)
-        )
+        local = same[0].local_offsets[:SAMPLED_SEGMENTS]
+        remote = same[0].remote_offsets[:SAMPLED_SEGMENTS]
         # A segment that adjoins the previous one on both sides shares its descriptor.
         steps = np.diff(local)
         joined = (steps == np.diff(remote)) & (np.abs(steps) == size)

@@ -15,8 +15,7 @@ import numpy as np
 
 from kvferry.errors import LocalProtocolError
 from kvferry.transports.copy.gather import AddressCopier, AddressCopies, CopyJob
-from kvferry.transports.copy.segments import Offsets
-from kvferry.transports.copy.table import MAX_PLACES
+from kvferry.transports.copy.segments import MAX_PLACES, Offsets
 
 SLOT_ALIGNMENT = 4096
 """Slots start at multiples of this, so that segments keep the alignment that makes copies fast."""
@@ -239,9 +238,12 @@ def common_granularity(segment_sizes: Sequence[int], slot_bytes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class CopyLimits:
-    """How many bytes are copied at a time."""
+class BounceBuffer:
+    """The bounce buffer of this process, with the copier."""
 
+    address: int
+    size_bytes: int
+    copier: AddressCopier
     chunk_bytes: int
     """Size of the first gather job.
 
@@ -253,21 +255,6 @@ class CopyLimits:
 
     Host memory is copied during the tick itself, so the limit is small there.
     """
-
-    def within(self, most_bytes: int, granularity: int) -> "CopyLimits":
-        """Limit chunks to `most_bytes`, but never below the granularity."""
-        chunk_bytes = max(granularity, min(self.chunk_bytes, most_bytes))
-        return CopyLimits(chunk_bytes, max(chunk_bytes, self.tick_bytes))
-
-
-@dataclass(frozen=True, slots=True)
-class BounceBuffer:
-    """The bounce buffer of this process, with the copier."""
-
-    address: int
-    size_bytes: int
-    copier: AddressCopier
-    limits: CopyLimits
 
 
 @dataclass(slots=True, eq=False)
@@ -310,18 +297,19 @@ class SlotCopier:
         """
         self.collect()
         began, limit, largest = self.started, self._limit(moved), max_chunk_bytes(self.slot, total)
-        limits = self.bounce_buffer.limits.within(largest, self.granularity)
-        while may_start and self.started - began < limits.tick_bytes:
-            most = limits.tick_bytes
+        buffer = self.bounce_buffer
+        chunk_bytes = max(self.granularity, min(buffer.chunk_bytes, largest))
+        tick_bytes = max(chunk_bytes, buffer.tick_bytes)
+        while may_start and self.started - began < tick_bytes:
+            most = tick_bytes
             if self.direction is Direction.GATHER:
-                most = max(limits.chunk_bytes, min(self.started, largest, limits.tick_bytes))
+                most = max(chunk_bytes, min(self.started, largest, tick_bytes))
                 most = max(self.granularity, most - most % self.granularity)
             end = chunk_end(self.started, limit, most, self.granularity, total)
             if end <= self.started or (
-                end - self.started < limits.chunk_bytes and end < total and self._jobs
+                end - self.started < chunk_bytes and end < total and self._jobs
             ):
                 break
-            buffer = self.bounce_buffer
             copies = self.stream.copies(
                 self.started, end, self.slot, buffer.address, self.direction
             )

@@ -1,6 +1,6 @@
 """One of our own bounce-buffer transfers: its state, its progress and its limits. Pure.
 
-Progress is counted in bytes of the transfer's stream, from 0 to `total_bytes`. A read is gathered
+Progress is counted in bytes of the transfer's stream, from 0 to `size_bytes`. A read is gathered
 by the owner up to `reached`, has been read up to `landed`, and is then scattered here. A write is
 gathered here, has been written up to `landed`, and has been scattered by the owner up to `reached`.
 """
@@ -14,6 +14,8 @@ import numpy as np
 
 from kvferry.transports.base import Handle, Operation, Segments
 from kvferry.transports.copy.segments import Descriptors
+from kvferry.transports.linked import LinkedTransfer
+from kvferry.transports.nixl.agent import NixlLink
 from kvferry.transports.nixl.bounce.messages import SegmentPart
 from kvferry.transports.nixl.bounce.slots import (
     SegmentStream,
@@ -23,7 +25,6 @@ from kvferry.transports.nixl.bounce.slots import (
     max_chunk_bytes,
     must_report,
 )
-from kvferry.types import PeerId
 
 
 class BounceState(Enum):
@@ -36,17 +37,11 @@ class BounceState(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class BounceTransfer:
+class BounceTransfer(LinkedTransfer[NixlLink]):
     """One of our bounce-buffer transfers, with progress and limits."""
 
-    handle: Handle
-    peer: PeerId
-    agent: str
-    """Name of the peer's serving agent."""
-    operation: Operation
-    segments: Sequence[Segments]
-    stream: SegmentStream
-    began_s: float
+    plan: Sequence[Segments] = field(kw_only=True)
+    stream: SegmentStream = field(default_factory=SegmentStream)
     state: BounceState = BounceState.QUEUED
     slot_copier: SlotCopier | None = None
     remote_slot: Slot | None = None
@@ -69,25 +64,22 @@ class BounceTransfer:
     """Our clock in the last of our messages that the peer has certainly received."""
     since: float = 0.0
     """When the transfer entered the current state (`enter`)."""
-    error: str | None = None
     is_certain: bool = True
     """False if bytes of a posted chunk may still arrive in the peer's slot."""
     has_peer_ended: bool = False
-    num_descriptors: int = 0
-    post_s: float = 0.0
 
     @property
     def is_read(self) -> bool:
         return self.operation is Operation.READ
 
     @property
-    def total_bytes(self) -> int:
+    def size_bytes(self) -> int:
         return self.stream.total_bytes
 
     @property
     def next_end(self) -> int:
         """Return the end of the chunk that can be posted now; `posted` if there is none."""
-        ours, there, total = self.slot_copier, self.remote_slot, self.total_bytes
+        ours, there, total = self.slot_copier, self.remote_slot, self.size_bytes
         assert ours is not None
         assert there is not None
         limit = (
@@ -122,7 +114,7 @@ class BounceTransfer:
         return must_report(
             self.landed,
             self.advanced,
-            self.total_bytes,
+            self.size_bytes,
             self.remote_slot.size_bytes,
             is_waiting=self.landed == self.reached,
         )

@@ -16,6 +16,7 @@ request for a slot. If there is too little memory, transfers go directly, and a 
 again. See docs/decisions/037-bounce-buffers.md for the reasons.
 """
 
+import contextlib
 import logging
 import threading
 import time
@@ -29,6 +30,7 @@ from kvferry.sleep import SHORT_SLEEP_S
 from kvferry.transports.base import Completion, Handle, Operation, Segments, TransportOffer
 from kvferry.transports.copy.gather import AddressCopier
 from kvferry.transports.linked import decoded_offer
+from kvferry.transports.nixl.agent import NixlLink
 from kvferry.transports.nixl.bounce.initiator import BounceTransfers
 from kvferry.transports.nixl.bounce.mailbox import Mailbox
 from kvferry.transports.nixl.bounce.memory import (
@@ -44,16 +46,22 @@ from kvferry.transports.nixl.bounce.messages import (
     MAX_WHY,
     BounceMessage,
     SlotRequest,
+    ToOwner,
     TransferEnded,
 )
-from kvferry.transports.nixl.bounce.owner import RECLAIM_S, SlotServer, ToOwner
+from kvferry.transports.nixl.bounce.owner import RECLAIM_S, SlotServer
 from kvferry.transports.nixl.bounce.settings import (
     BounceSettings,
     ResolvedBounceSettings,
     is_fragmented,
 )
-from kvferry.transports.nixl.bounce.slots import BounceBuffer, CopyLimits, SlotTable
-from kvferry.transports.nixl.transport import NixlOffer, NixlTransport
+from kvferry.transports.nixl.bounce.slots import BounceBuffer, SlotTable
+from kvferry.transports.nixl.transport import (
+    DRAIN_TIMEOUT_S,
+    NetworkReach,
+    NixlOffer,
+    NixlTransport,
+)
 from kvferry.types import MemoryKind, PeerId, Region
 
 BUSY_S = 0.002
@@ -62,7 +70,6 @@ BUSY_S = 0.002
 A chunk takes less time than a sleep.
 """
 WAITING_INTERVAL_S = 0.001
-DRAIN_TIMEOUT_S = 2.0
 ALLOCATION_RETRY_S = 10.0
 """How long after a failed allocation transfers go directly, before the next one tries again."""
 DEVICE_TICK_BYTES = 1 << 40
@@ -79,17 +86,6 @@ class _BounceOffer(NixlOffer, frozen=True, array_like=True):
 
     In offers of version 1 this is the address of the bounce buffer, which is no known version.
     """
-
-
-@dataclass(slots=True)
-class _Endpoint:
-    """Exists from registration on, unless bounce buffers are off: peers may ask us for slots."""
-
-    settings: ResolvedBounceSettings
-    mailbox: Mailbox
-    retry_at: float = 0.0
-    """When the next allocation may be tried, after an allocation has failed with `error`."""
-    error: str = ""
 
 
 @dataclass(slots=True)
@@ -120,120 +116,107 @@ class _ActiveBounce:
         return SHORT_SLEEP_S if can_move else WAITING_INTERVAL_S
 
 
-class BounceNixlTransport:
-    """Implements `base.DataTransport` by wrapping the plain NIXL transport."""
+class BounceNixlTransport(NixlTransport):
+    """The NIXL transport, with bounce buffers for transfers of many small segments."""
 
     def __init__(
         self,
-        plain: NixlTransport,
         settings: BounceSettings,
-        key: bytes,
+        secret: bytes,
+        backends: Sequence[str] = ("UCX",),
+        num_threads: int = 4,
+        reach: NetworkReach = NetworkReach.ANYWHERE,
+        *,
+        memory_may_go: bool = False,
         reclaim_s: float = RECLAIM_S,
         allocate: BufferAllocator = allocate_buffer,
     ) -> None:
-        self._plain = plain
+        super().__init__(backends, num_threads, reach, memory_may_go=memory_may_go)
         self._wanted = settings
-        self._key = key
+        self._secret = secret
         self._reclaim_s = reclaim_s
         self._allocate = allocate
-        self._regions: tuple[Region, ...] = ()
-        self._endpoint: _Endpoint | None = None
+        self._settings: ResolvedBounceSettings
+        self._mailbox: Mailbox | None = None
+        """From registration on, unless bounce buffers are off: peers may ask us for slots."""
+        self._retry_at, self._allocation_error = 0.0, ""
+        """When the next allocation may be tried, after an allocation has failed."""
         self._bounce: _ActiveBounce | None = None
-        self._agents: dict[PeerId, str] = {}
-        """The agents that grant slots, by peer. Transfers with other peers always go directly."""
         self._entered_by: int | None = None
 
     @property
-    def name(self) -> str:
-        return self._plain.name
-
-    @property
     def num_dropped_notifications(self) -> int:
-        return 0 if self._endpoint is None else self._endpoint.mailbox.num_dropped
+        return 0 if self._mailbox is None else self._mailbox.num_dropped
 
-    def register(self, regions: Sequence[Region]) -> bool:
+    def _open(self, regions: tuple[Region, ...]) -> bool:
         if not regions:
             return False
-        settings = self._wanted.resolved(regions[0].memory, device_bytes(regions[0]))
-        if settings.is_on:
+        self._settings = self._wanted.resolved(regions[0].memory, device_bytes(regions[0]))
+        if self._settings.is_on:
             prepare_device(regions[0])
-        if not self._plain.register(regions):
+        if not super()._open(regions):
             return False
-        self._regions = tuple(regions)
-        if settings.is_on:
-            self._endpoint = _Endpoint(settings, Mailbox(self._plain, self._key, regions[0]))
+        if self._settings.is_on:
+            self._mailbox = Mailbox(self, self._secret, regions[0])
         return True
 
     def offer(self) -> TransportOffer:
-        offer = self._plain.offer()
-        if self._endpoint is None:
+        offer = super().offer()
+        if self._mailbox is None:
             return offer
-        own = self._plain.identity()
+        own = self.identity()
         blob = msgspec.msgpack.encode(_BounceOffer(own.agent, own.metadata, BOUNCE_VERSION))
         return replace(offer, blob=blob)
 
-    def connect(self, peer: PeerId, offer: TransportOffer, regions: Sequence[Region]) -> None:
+    def _connect(
+        self, peer: PeerId, offer: TransportOffer, regions: tuple[Region, ...]
+    ) -> NixlLink:
         decoded = decoded_offer(peer, offer, _BounceOffer)
         self._forget(peer, f"peer {peer} was connected again")
-        self._plain.connect_agent(peer, decoded, regions)
-        if decoded.bounce_version == BOUNCE_VERSION:
-            self._agents[peer] = decoded.agent
+        link = self._connected(peer, decoded, regions)
+        link.grants_slots = decoded.bounce_version == BOUNCE_VERSION
+        return link
 
     def disconnect(self, peer: PeerId) -> None:
-        self._forget(peer, f"peer {peer} was disconnected")
-        self._plain.disconnect(peer)
-
-    def read(self, peer: PeerId, segments: Sequence[Segments]) -> Handle:
-        return self._start(peer, segments, Operation.READ)
-
-    def write(self, peer: PeerId, segments: Sequence[Segments], grant_id: int = 0) -> Handle:
-        return self._start(peer, segments, Operation.WRITE)
-
-    @property
-    def supports_write_grants(self) -> bool:
-        return self._plain.supports_write_grants
-
-    def grant_writes(self, grant_id: int, blocks: Sequence[Sequence[int]]) -> None:
-        self._plain.grant_writes(grant_id, blocks)
-
-    def revoke_writes(self, grant_id: int) -> Handle:
-        return self._plain.revoke_writes(grant_id)
+        link = self._links.get(peer)
+        if link is not None and link.grants_slots:  # not a route of the mailbox
+            self._forget(peer, f"peer {peer} was disconnected")
+        super().disconnect(peer)
 
     def poll(self) -> list[Completion]:
-        endpoint = self._endpoint
-        if endpoint is None:
-            return self._plain.poll()
+        mailbox = self._mailbox
+        if mailbox is None:
+            return super().poll()
         self._enter_device()
         now = time.monotonic()
         if self._bounce is not None and self._bounce.is_busy:
-            self._plain.expect_calls(now + BUSY_S)
-        self._receive(endpoint, now)
+            self._known_until = now + BUSY_S
+        self._receive(mailbox, now)
         bounce = self._bounce
         if bounce is None:
-            return self._plain.poll()
-        self._tick(endpoint, bounce, now)
-        completions = self._plain.poll()
+            return super().poll()
+        self._tick(mailbox, bounce, now)
+        completions = super().poll()
         now = time.monotonic()
         ended = [each for each in completions if not bounce.transfers.settle(each, now)]
         if len(ended) < len(completions):
             # A completed chunk may allow the next chunk, so a second tick follows at once.
             bounce.active_at = now
-            self._tick(endpoint, bounce, now)
-        for peer in bounce.transfers.peers():
-            if not self._plain.is_connected(peer):
-                bounce.transfers.fail_peer(peer, f"the connection to {peer} has failed", now)
+            self._tick(mailbox, bounce, now)
+        for peer in bounce.transfers.peers() - self._links.keys():
+            bounce.transfers.fail_peer(peer, f"the connection to {peer} has failed", now)
         ended += bounce.transfers.take_ended()
-        if not ended and not self._plain.can_post and bounce.is_expecting(now):
+        if not ended and not self.can_post and bounce.is_expecting(now):
             bounce.copier.pause(SHORT_SLEEP_S)
         return ended
 
     def cancel(self, handle: Handle) -> None:
-        self._plain.cancel(handle)
+        super().cancel(handle)
         if self._bounce is not None:
             self._bounce.transfers.cancel(handle, time.monotonic())
 
     def poll_interval_s(self) -> float | None:
-        bounce, interval = self._bounce, self._plain.poll_interval_s()
+        bounce, interval = self._bounce, super().poll_interval_s()
         if bounce is None or not bounce.is_busy:
             return interval
         own = bounce.waiting_interval_s()
@@ -242,7 +225,7 @@ class BounceNixlTransport:
     def serving_interval_s(self) -> float | None:
         if self._bounce is not None and self._bounce.slot_server.is_serving:
             return self._bounce.waiting_interval_s()
-        return self._plain.serving_interval_s()
+        return super().serving_interval_s()
 
     def close(self) -> None:
         bounce = self._bounce
@@ -251,66 +234,67 @@ class BounceNixlTransport:
             deadline = time.monotonic() + DRAIN_TIMEOUT_S
             while len(bounce.transfers) and time.monotonic() < deadline:
                 self.poll()
-        self._plain.close()
+        self._mailbox = None  # from now on, `poll` is that of the plain transport
+        super().close()
         if bounce is not None:
             bounce.copier.close()
             bounce.memory.close()
-        self._bounce = self._endpoint = None
-        self._agents.clear()
+        self._bounce = None
 
     # -- the bounce buffer --
 
-    def _activate(self, endpoint: _Endpoint, peer: PeerId | str) -> _ActiveBounce:
+    def _activate(self, peer: PeerId | str) -> _ActiveBounce:
         """Return the bounce buffer, which the first call allocates for `peer`.
 
         TransportError, with nothing changed, if there is too little memory.
         """
         if self._bounce is not None:
             return self._bounce
-        size_bytes, like, now = endpoint.settings.buffer_bytes, self._regions[0], time.monotonic()
+        size_bytes, like, now = self._settings.buffer_bytes, self._regions[0], time.monotonic()
         where = "the host" if like.memory is MemoryKind.DRAM else f"cuda:{like.device}"
-        if now < endpoint.retry_at:
-            raise TransportError(endpoint.error)
+        if now < self._retry_at:
+            raise TransportError(self._allocation_error)
         try:
-            self._bounce = self._allocated(endpoint.settings, like)
+            self._bounce = self._allocated(like)
         except TransportError as error:
-            endpoint.retry_at = now + ALLOCATION_RETRY_S
-            endpoint.error = (
+            self._retry_at = now + ALLOCATION_RETRY_S
+            self._allocation_error = (
                 f"no bounce buffer of {size_bytes} bytes can be allocated on {where}: small "
                 "segments are moved one by one, which is slow; leave more memory free, or set "
                 f"bounce_buffer_bytes to a smaller size, or to 0 ({error})"
             )
-            _log.warning("%s peer=%s", endpoint.error, peer)
-            raise TransportError(endpoint.error) from error
+            _log.warning("%s peer=%s", self._allocation_error, peer)
+            raise TransportError(self._allocation_error) from error
         _log.info("bounce buffer of %d bytes allocated on %s peer=%s", size_bytes, where, peer)
         return self._bounce
 
-    def _allocated(self, settings: ResolvedBounceSettings, like: Region) -> _ActiveBounce:
+    def _allocated(self, like: Region) -> _ActiveBounce:
         """Allocate the bounce buffer and register it with NIXL. TransportError if either fails."""
         self._enter_device()
-        memory = self._allocate(settings.buffer_bytes, like)
+        memory = self._allocate(self._settings.buffer_bytes, like)
         size_bytes = memory.size_bytes
         region = Region(
             "bounce", memory.address, size_bytes, size_bytes, 1, like.memory, like.device
         )
         try:
             copier = copier_for(region)
-            if not self._plain.add_memory(region):
+            if not self.add_memory(region):
                 copier.close()
                 raise TransportError("NIXL cannot register the memory")
         except TransportError:
             memory.close()
             raise
         on_device = region.memory is MemoryKind.VRAM
-        tick_bytes = DEVICE_TICK_BYTES if on_device else settings.chunk_bytes
-        limits = CopyLimits(settings.chunk_bytes, tick_bytes)
-        bounce_buffer = BounceBuffer(region.address, size_bytes, copier, limits)
+        tick_bytes = DEVICE_TICK_BYTES if on_device else self._settings.chunk_bytes
+        bounce_buffer = BounceBuffer(
+            region.address, size_bytes, copier, self._settings.chunk_bytes, tick_bytes
+        )
         own, served_slots = SlotTable.shared_pair(size_bytes)
-        metadata = self._plain.identity().metadata  # includes the bounce buffer from now on
+        metadata = self.identity().metadata  # includes the bounce buffer from now on
         return _ActiveBounce(
             memory,
             copier,
-            BounceTransfers(bounce_buffer, own, self._plain, metadata, self._reclaim_s),
+            BounceTransfers(bounce_buffer, own, self, metadata, self._reclaim_s),
             SlotServer(bounce_buffer, served_slots, self._regions, metadata, self._reclaim_s),
         )
 
@@ -331,55 +315,52 @@ class BounceNixlTransport:
 
     # -- transfers --
 
-    def _start(self, peer: PeerId, segments: Sequence[Segments], operation: Operation) -> Handle:
+    def _start(
+        self, peer: PeerId, segments: Sequence[Segments], operation: Operation, grant_id: int = 0
+    ) -> Handle:
         """Start a transfer through bounce buffers, or else directly.
 
         The first transfer for bounce buffers allocates ours. If that fails, transfers go directly.
         """
-        endpoint, agent = self._endpoint, self._agents.get(peer)
-        if endpoint is None or agent is None or not self._plain.is_connected(peer):
-            return self._plain.start(peer, segments, operation)
-        self._plain.check(peer, segments)
-        if not is_fragmented(segments, endpoint.settings):
-            return self._plain.start(peer, segments, operation)
-        try:
-            bounce = self._activate(endpoint, peer)
-        except TransportError:  # logged by `_activate`
-            return self._plain.start(peer, segments, operation)
-        now = time.monotonic()
-        if not bounce.transfers.can_request(agent, now):
-            return self._plain.start(peer, segments, operation)
-        handle, bounce.active_at = self._plain.new_handle(), now  # an answer is on its way
-        bounce.transfers.start(handle, peer, agent, operation, segments, self._regions)
-        return handle
+        link, mailbox, now = self._linked(peer), self._mailbox, time.monotonic()
+        if mailbox is not None and link.grants_slots:
+            self._check_segments(segments, link)
+            bounce = None
+            if is_fragmented(segments, self._settings):
+                with contextlib.suppress(TransportError):  # logged by `_activate`
+                    bounce = self._activate(peer)
+            if bounce is not None and bounce.transfers.can_request(link.agent, now):
+                handle, bounce.active_at = self._next_handle(), now  # an answer is on its way
+                bounce.transfers.start(handle, link, operation, segments, self._regions)
+                return handle
+        return super()._start(peer, segments, operation, grant_id)
 
     def _forget(self, peer: PeerId, why: str) -> None:
-        self._agents.pop(peer, None)
-        if self._endpoint is not None and self._bounce is not None:
+        if self._mailbox is not None and self._bounce is not None:
             now, transfers = time.monotonic(), self._bounce.transfers
             transfers.fail_peer(peer, why, now)
-            self._send(self._endpoint, transfers.outgoing.drain(), now)
+            self._send(self._mailbox, transfers.outgoing.drain(), now)
 
     # -- messages --
 
-    def _receive(self, endpoint: _Endpoint, now: float) -> None:
-        for envelope in endpoint.mailbox.receive():
+    def _receive(self, mailbox: Mailbox, now: float) -> None:
+        for envelope in mailbox.receive():
             for message in envelope.messages:
-                self._take(endpoint, envelope.sender, message, now)
+                self._take(mailbox, envelope.sender, message, now)
             if self._bounce is not None:
                 self._bounce.active_at = now
         senders = set() if self._bounce is None else self._bounce.slot_server.senders()
-        endpoint.mailbox.forget_idle(now, senders)
+        mailbox.forget_idle(now, senders)
 
-    def _take(self, endpoint: _Endpoint, sender: str, message: BounceMessage, now: float) -> None:
+    def _take(self, mailbox: Mailbox, sender: str, message: BounceMessage, now: float) -> None:
         if isinstance(message, SlotRequest):
-            endpoint.mailbox.learn(sender, message.metadata, now)
+            mailbox.learn(sender, message.metadata, now)
             try:
-                self._activate(endpoint, sender)
+                self._activate(sender)
             except TransportError as error:
                 # The peer's transfer then goes directly.
                 refused = TransferEnded(message.transfer, str(error)[:MAX_WHY])
-                self._send(endpoint, [(sender, [refused])], now)
+                self._send(mailbox, [(sender, [refused])], now)
         if self._bounce is None:
             return  # a further message of a transfer that was refused
         if isinstance(message, ToOwner):
@@ -387,22 +368,22 @@ class BounceNixlTransport:
         else:
             self._bounce.transfers.receive(sender, message, now)
 
-    def _tick(self, endpoint: _Endpoint, bounce: _ActiveBounce, now: float) -> None:
+    def _tick(self, mailbox: Mailbox, bounce: _ActiveBounce, now: float) -> None:
         transfers, slot_server = bounce.transfers, bounce.slot_server
         if len(transfers):
             transfers.advance(now)
-        self._send(endpoint, transfers.outgoing.drain(), now)
-        self._send(endpoint, ((agent, [part]) for agent, part in transfers.parts()), now)
+        self._send(mailbox, transfers.outgoing.drain(), now)
+        self._send(mailbox, ((agent, [part]) for agent, part in transfers.parts()), now)
         if slot_server.is_serving:
             slot_server.advance(now)
-        self._send(endpoint, slot_server.outgoing.drain(), now)
+        self._send(mailbox, slot_server.outgoing.drain(), now)
 
     def _send(
-        self, endpoint: _Endpoint, mail: Iterable[tuple[str, list[BounceMessage]]], now: float
+        self, mailbox: Mailbox, mail: Iterable[tuple[str, list[BounceMessage]]], now: float
     ) -> None:
         for agent, messages in mail:
             try:
-                endpoint.mailbox.send(agent, messages, now)
+                mailbox.send(agent, messages, now)
             except TransportError:
                 if self._bounce is not None:
                     self._bounce.slot_server.lost(agent, now)
