@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
-from kvferry.connectors.contract import Request, Step
+from kvferry.connectors.contract import Request, SchedulerSide, Step
 from kvferry.connectors.multi.requests import LimitedRequest, LimitedStep
 from kvferry.protocol.tickets import HOLE
 from kvferry.vllm.engine.progress import VllmStep
@@ -36,37 +36,17 @@ class ForeignConnector:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.connector, name)
 
-    # -- what only kvferry's engines and connectors do --
-
-    def set_wakeup(self, wake: object) -> None:
-        return None
-
-    def expect_request(self, request: Request) -> None:
-        return None
-
-    def withdraw(self, request_id: str) -> None:
-        return None
-
-    def request_abandoned(self, request_id: str) -> None:
-        return None
-
-    def needs_slices(self, request_id: str) -> bool:
-        return False
-
-    def reclaim_blocks(self, num_blocks: int) -> None:
-        return None
-
-    def set_weights_version(self, version: str) -> None:
-        return None
-
-    def publish_events(self, describe: object) -> None:
-        return None
-
-    def is_load_optional(self, request_id: str) -> bool:
-        return False
-
-    def has_urgent_work(self) -> bool:
-        return bool(self.connector.has_pending_push_work())
+    # Calls that only kvferry's engines and connectors make.
+    expect_request = SchedulerSide.expect_request
+    has_urgent_work = SchedulerSide.has_urgent_work
+    is_load_optional = SchedulerSide.is_load_optional
+    needs_slices = SchedulerSide.needs_slices
+    publish_events = SchedulerSide.publish_events
+    reclaim_blocks = SchedulerSide.reclaim_blocks
+    request_abandoned = SchedulerSide.request_abandoned
+    set_wakeup = SchedulerSide.set_wakeup
+    set_weights_version = SchedulerSide.set_weights_version
+    withdraw = SchedulerSide.withdraw
 
     # -- scheduler --
 
@@ -94,7 +74,7 @@ class ForeignConnector:
     def build_connector_meta(self, scheduler_output: Step) -> Any:
         hidden: set[str] = set()
         step = scheduler_output
-        while isinstance(step, LimitedStep):
+        if isinstance(step, LimitedStep):
             hidden.update(step.hidden)
             step = step.step
         assert isinstance(step, VllmStep)

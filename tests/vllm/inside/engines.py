@@ -615,8 +615,7 @@ def _own_side(side: Any) -> Any:
     """kvferry's side of a connector, alone or the first one in a MultiConnector."""
     if not isinstance(side, MultiScheduler | MultiWorker):
         return side
-    children = side._children  # noqa: SLF001
-    found = [children[index] for index in range(len(children))]
+    found = [child.side for child in side.children]
     return next((child for child in found if not isinstance(child, ForeignConnector)), side)
 
 

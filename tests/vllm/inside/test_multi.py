@@ -361,7 +361,7 @@ def test_a_child_that_raises_harms_no_request(
 
 def test_dummy_kv_of_decode_bench_is_never_saved(start_engine: StartEngine, store: Store) -> None:
     d = start_engine("d", kv=multi(PULL, kept_in("d"), DUMMY))
-    assert d.worker.children.traits[2].provides_dummy_kv
+    assert d.worker.children[2].traits.provides_dummy_kv
     for name in ("b", "c"):
         # The second request finds the first one's blocks in vLLM's prefix cache.
         d.add(name, prompt(100), {"do_remote_decode": True})
