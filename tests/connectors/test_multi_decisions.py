@@ -4,6 +4,7 @@ Hypothesis plays children that own prefixes of a prompt, and ranks whose childre
 order, twice, or without having been asked.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
@@ -16,6 +17,7 @@ from tests.connectors.store_connector import StoreWorkerMetadata
 
 from kvferry.connectors.contract import KVConnectorOutput, KVConnectorTransferResults, Request
 from kvferry.connectors.multi.children import MAX_FAILURES, SLOW_CALL_S, Children
+from kvferry.connectors.multi.children import Child as MultiChild
 from kvferry.connectors.multi.connector import check_children, name_children
 from kvferry.connectors.multi.lookup import ChildTraits, LoadPlan, TokenRange, find_plan
 from kvferry.connectors.multi.metadata import MultiMetadata, MultiWorkerMetadata
@@ -198,8 +200,13 @@ def test_an_engine_that_takes_fewer_tokens_takes_the_first(taken: int) -> None:
 # -- calls --
 
 
+def several(*sides: Any, clock: Callable[[], float] = time.monotonic) -> Children:
+    traits = map(ChildTraits, range(len(sides)))
+    return Children([MultiChild(*each, clock) for each in zip(sides, "AB", traits, strict=False)])
+
+
 def only(side: object, **traits: bool) -> Children:
-    return Children([side], [type(side).__name__], [ChildTraits(0, **traits)])
+    return Children([MultiChild(side, type(side).__name__, ChildTraits(0, **traits))])
 
 
 class Sluggish:
@@ -222,13 +229,13 @@ class Sluggish:
 
 def test_calls_that_take_long_are_counted_whether_they_fail_or_not() -> None:
     child = Sluggish()
-    children = Children([child], ["Sluggish"], [ChildTraits(0)], clock=lambda: child.now)
+    children = several(child, clock=lambda: child.now)
     for duration_s, error in ((SLOW_CALL_S / 2, None), (SLOW_CALL_S, None), (9.0, OSError())):
         child.duration_s, child.error = duration_s, error
         children[0].call("wait_for_save")
     assert children.take_counts() == {
-        "child_failures": {"Sluggish": 1},
-        "child_slow_calls": {"Sluggish": 2},
+        "child_failures": {"A": 1},
+        "child_slow_calls": {"A": 2},
     }
     assert children.take_counts() == {}
 
@@ -267,12 +274,12 @@ class Looking:
 
 def test_a_child_that_never_answers_runs_out_of_time() -> None:
     sides = Looking(), Looking()
-    children = Children(sides, ["A", "B"], [ChildTraits(0), ChildTraits(1)])
+    children = several(*sides)
     scheduler = MultiScheduler(children, BLOCK, 5, clock=lambda: sides[0].now)
 
     def ask_at(now: float) -> int | None:
         sides[0].now = now
-        return scheduler.get_num_new_matched_tokens(cast(Request, Asked("r", 100)), 0)[0]
+        return scheduler.get_num_new_matched_tokens(cast(Request, Asked()), 0)[0]
 
     assert [ask_at(10), ask_at(14.9), ask_at(15)] == [None, None, 0]
     assert children.take_counts() == {"child_lookup_timeouts": {"A": 1, "B": 1}}
@@ -292,8 +299,9 @@ class Synchronous:
 
 
 class Asked(NamedTuple):
-    request_id: str
-    num_tokens: int
+    request_id: str = "r"
+    num_tokens: int = 100
+    cache_salt: str | None = ""
 
 
 @pytest.mark.parametrize(
@@ -305,7 +313,7 @@ def test_a_child_loads_within_a_step_only_if_a_failure_gives_no_wrong_tokens(
 ) -> None:
     children = only(Synchronous(), provides_dummy_kv=is_dummy)
     scheduler = MultiScheduler(children, BLOCK, 1.0, may_load_within_steps=is_safe)
-    asked = cast(Request, Asked("r", 100))
+    asked = cast(Request, Asked())
     assert scheduler.get_num_new_matched_tokens(asked, 0) == (num_tokens, False)
 
 
@@ -320,22 +328,16 @@ class Saver(Synchronous):
         return {part.request_id for part in step.slices}
 
 
-class Special(NamedTuple):
-    request_id: str
-    num_tokens: int = 100
-    cache_salt: str | None = ""
-
-
 @pytest.mark.parametrize(
     ("request_", "num_tokens"),
     [
-        (Special("plain"), 2 * BLOCK),
-        (Special("salt", cache_salt="salt"), 0),
-        (Special("unknown", cache_salt=None), 0),
+        (Asked("plain"), 2 * BLOCK),
+        (Asked("salt", cache_salt="salt"), 0),
+        (Asked("unknown", cache_salt=None), 0),
     ],
 )
 def test_a_child_that_names_kv_by_tokens_only_serves_plain_requests_only(
-    request_: Special, num_tokens: int
+    request_: Asked, num_tokens: int
 ) -> None:
     scheduler = MultiScheduler(only(Saver(), names_kv_by_tokens_only=True), BLOCK, 1.0)
     scheduler.on_new_request(cast(Request, request_))
@@ -462,20 +464,14 @@ def test_a_rank_reports_once_and_only_after_the_last_child(data: st.DataObject) 
     waiting = set(members)
     for child in data.draw(st.lists(st.integers(0, 3), max_size=20)):
         was_waiting = bool(waiting)
-        _end(rank, end, child, failing)
+        failure = ["failed"] if end is RankTransfers.end_load and child in failing else []
+        end(rank, child, "r", *failure)
         waiting.discard(child)
         ended = {load.request for load in rank.take_loaded()} | rank.take_sent()
         assert ended == ({"r"} if was_waiting and not waiting else set())
     for child in waiting:
         rank.drop_child(child, "dropped")
     assert len(rank) == 0
-
-
-def _end(rank: RankTransfers, end: Callable[..., None], child: int, failing: set[int]) -> None:
-    if end is RankTransfers.end_load and child in failing:
-        end(rank, child, "r", "failed")
-    else:
-        end(rank, child, "r")
 
 
 def test_a_load_names_every_child_that_failed() -> None:
@@ -542,10 +538,10 @@ def test_dummy_kv_hides_a_request_and_all_that_may_have_its_blocks() -> None:
 
 def test_a_child_is_disabled_if_it_keeps_failing_or_fails_decisively() -> None:
     sides, disabled = (Sluggish(), Sluggish()), list[str]()
-    children = Children(sides, ["A", "B"], [ChildTraits(0), ChildTraits(1)])
+    children = several(*sides)
     children.watch_disabled(lambda child: disabled.append(child.name))
-    several = [OSError()] * (MAX_FAILURES - 1)
-    for error in (*several, None, *several):
+    too_few = [OSError()] * (MAX_FAILURES - 1)
+    for error in (*too_few, None, *too_few):
         sides[0].error = error
         children[0].call("wait_for_save", is_decisive=False)
     assert disabled == []
@@ -572,7 +568,7 @@ class Listening:
 @pytest.mark.parametrize("wrong", [7, None, {}])
 def test_messages_of_ranks_that_their_class_cannot_join_disable_one_child(wrong: Any) -> None:
     connectors = [Listening(), Listening()]
-    children = Children(connectors, ["A", "B"], [ChildTraits(0), ChildTraits(1)])
+    children = several(*connectors)
     scheduler = MultiScheduler(children, BLOCK, 1.0)
     ranks = [MultiWorkerMetadata({0: [wrong], 1: [StoreWorkerMetadata(1)]}) for _ in range(3)]
     report = ranks[0].aggregate(ranks[1]).aggregate(ranks[2])

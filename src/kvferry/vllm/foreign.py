@@ -1,7 +1,6 @@
 """A connector of vLLM, or of another project for vLLM, as a child of `MultiConnector`.
 
-The child gets vLLM's own objects, not kvferry's views of them, with the same things left out. Calls
-that need no translation go to the connector as they are.
+The child gets vLLM's own objects, not kvferry's views of them, with the same things left out.
 """
 
 from collections.abc import Collection, Mapping
@@ -34,7 +33,10 @@ class ForeignConnector:
         """The requests for which the connector loads."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.connector, name)
+        found = getattr(self.connector, name)
+        if not callable(found):
+            return found
+        return lambda *args, **more: found(*map(_theirs, args), **more)
 
     # Calls that only kvferry's engines and connectors make.
     expect_request = SchedulerSide.expect_request
@@ -49,18 +51,6 @@ class ForeignConnector:
     withdraw = SchedulerSide.withdraw
 
     # -- scheduler --
-
-    def on_new_request(self, request: Request) -> None:
-        self.connector.on_new_request(_theirs(request))
-
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Any:
-        return self.connector.get_num_new_matched_tokens(_theirs(request), num_computed_tokens)
-
-    def get_loaded_kv_cache_group_ids(self, request: Request) -> Any:
-        return self.connector.get_loaded_kv_cache_group_ids(_theirs(request))
-
-    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> Any:
-        return self.connector.get_external_cache_hit_sources(_theirs(request), num_external_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: BlocksView, num_external_tokens: int
@@ -84,15 +74,6 @@ class ForeignConnector:
         theirs = step.scheduler_output
         return self.connector.build_connector_meta(_without(theirs, hidden) if hidden else theirs)
 
-    def update_connector_output(self, connector_output: VllmOutput) -> None:
-        theirs = copy(connector_output.theirs)
-        theirs.finished_recving = connector_output.finished_recving
-        theirs.failed_recving = connector_output.failed_recving
-        theirs.finished_sending = connector_output.finished_sending
-        theirs.kv_connector_worker_meta = connector_output.kv_connector_worker_meta
-        theirs.kv_cache_events = connector_output.kv_cache_events
-        self.connector.update_connector_output(theirs)
-
     def register_finished_partial_tail(
         self, request: Request, block_ids: tuple[list[int], ...], tails: Any
     ) -> Any:
@@ -114,16 +95,25 @@ class ForeignConnector:
         self.connector.register_kv_caches(self.kv_caches)
 
 
-def _theirs(request: Request) -> Any:
-    """vLLM's request."""
-    if isinstance(request, LimitedRequest):
-        limited = copy(_theirs(request.request))
-        limited.num_computed_tokens = request.num_computed_tokens
-        limited.num_in_flight_tokens = 0
-        limited.status = RequestStatus.FINISHED_ABORTED
-        return limited
-    assert isinstance(request, VllmRequestView)
-    return request.request
+def _theirs(value: Any) -> Any:
+    """vLLM's object behind one of kvferry's views; any other value as it is."""
+    if isinstance(value, LimitedRequest):
+        request = copy(_theirs(value.request))
+        request.num_computed_tokens = value.num_computed_tokens
+        request.num_in_flight_tokens = 0
+        request.status = RequestStatus.FINISHED_ABORTED
+        return request
+    if isinstance(value, VllmRequestView):
+        return value.request
+    if isinstance(value, VllmOutput):
+        output = copy(value.theirs)
+        output.finished_recving = value.finished_recving
+        output.failed_recving = value.failed_recving
+        output.finished_sending = value.finished_sending
+        output.kv_connector_worker_meta = value.kv_connector_worker_meta
+        output.kv_cache_events = value.kv_cache_events
+        return output
+    return value
 
 
 def _holes_as_null_blocks(block_ids: list[int]) -> list[int]:

@@ -153,17 +153,8 @@ class Child:
 class Children:
     """The children of a `MultiConnector` in one role, in order of preference."""
 
-    def __init__(
-        self,
-        sides: Sequence[Any],
-        names: Sequence[str],
-        traits: Sequence[ChildTraits],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._children = [
-            Child(side, name, each, clock)
-            for side, name, each in zip(sides, names, traits, strict=True)
-        ]
+    def __init__(self, children: Sequence[Child]) -> None:
+        self._children = tuple(children)
 
     def __len__(self) -> int:
         return len(self._children)

@@ -11,7 +11,7 @@ from typing import Any
 from kvferry.config import KVTransferConfig, MultiExtraConfig
 from kvferry.connectors.contract import ConnectorConfig, ConnectorDescription, KVCacheConfig
 from kvferry.connectors.factory import KVConnectorFactory, check_cache
-from kvferry.connectors.multi.children import Children
+from kvferry.connectors.multi.children import Child, Children
 from kvferry.connectors.multi.lookup import ChildTraits
 from kvferry.connectors.multi.scheduler import MultiScheduler
 from kvferry.connectors.multi.worker import MultiWorker
@@ -62,21 +62,22 @@ def build_children(
     num_ranks: int,
 ) -> Children:
     """Build the sides of all children. If one cannot be built, the others are shut down."""
-    sides: list[Any] = []
+    children: list[Child] = []
     with ExitStack() as undo:
-        undo.callback(lambda: [side.shutdown() for side in sides])
-        for name, make in zip(names, makers, strict=True):
-            sides.append(make())
+        undo.callback(lambda: [child.close() for child in children])
+        for name, each, make in zip(names, traits, makers, strict=True):
+            child = Child(make(), name, each)
+            children.append(child)
             # A connector of vLLM may report its transfers on some ranks only. A rank cannot know
             # which of its children will report.
-            count = getattr(sides[-1], "get_finished_count", lambda: None)()
+            count = getattr(child.side, "get_finished_count", lambda: None)()
             if count not in (None, num_ranks) and len(names) > 1:
                 raise ConfigError(
                     f"{name} reports its transfers on {count} of {num_ranks} ranks only, so it "
                     "cannot be combined with other connectors"
                 )
         undo.pop_all()
-    return Children(sides, names, traits)
+    return Children(children)
 
 
 def _build(

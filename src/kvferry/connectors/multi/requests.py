@@ -94,13 +94,12 @@ class RequestTable:
         return len(self._states)
 
     def get(self, request: str) -> RequestState:
-        """The state of a request; a new one if the request is not known."""
-        if request not in self._states:
-            self._states[request] = RequestState(request)
-        return self._states[request]
+        """The state of a request. From now on the request is known."""
+        return self._states.setdefault(request, RequestState(request))
 
-    def find(self, request: str) -> RequestState | None:
-        return self._states.get(request)
+    def find(self, request: str) -> RequestState:
+        """The state of a request; an empty one, which is not kept, if the request is not known."""
+        return self._states.get(request) or RequestState(request)
 
     def hidden_from(self, child: ChildTraits) -> set[str]:
         return {name for name, state in self._states.items() if state.is_hidden_from(child)}
@@ -144,14 +143,12 @@ class RequestTable:
             state.is_barred = state.is_barred or state.awaits_load
 
     def note_failed(self, request: str, children: Iterable[int]) -> None:
-        state = self._states.get(request)
-        if state is not None:
-            state.failed |= set(children) & (state.loading | state.failed)
+        state = self.find(request)
+        state.failed |= set(children) & (state.loading | state.failed)
 
     def note_given_up(self, request: str, children: Iterable[int]) -> None:
-        state = self._states.get(request)
-        if state is not None:
-            state.given_up |= set(children) & state.loading
+        state = self.find(request)
+        state.given_up |= set(children) & state.loading
 
     def finish(self, request: str, senders: Collection[int]) -> bool:
         """Record that a request has finished; True if the engine must wait for
@@ -176,8 +173,8 @@ class RequestTable:
         engine = FinishedTransfers()
         children: defaultdict[int, FinishedTransfers] = defaultdict(FinishedTransfers)
         for request in recving:
-            state = self._states.get(request)
-            if state is None or not state.loading:
+            state = self.find(request)
+            if not state.loading:
                 engine.recving.add(request)
                 continue
             for child in state.loading:
@@ -189,8 +186,8 @@ class RequestTable:
             state.loading = set()
             self._end_joined(state, engine)
         for request in sending:
-            state = self._states.get(request)
-            if state is None or not state.sending:
+            state = self.find(request)
+            if not state.sending:
                 engine.sending.add(request)
                 continue
             for child in state.sending:

@@ -180,8 +180,7 @@ class MultiScheduler(SchedulerSide):
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> set[int] | None:
         """The groups that every child of the plan fills; None if no child says which."""
-        state = self._requests.find(request.request_id)
-        plan = LoadPlan() if state is None else state.plan
+        plan = self._requests.find(request.request_id).plan
         answers = [
             self.children[part.child].call("get_loaded_kv_cache_group_ids", request)
             for part in plan.ranges
@@ -192,10 +191,9 @@ class MultiScheduler(SchedulerSide):
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
     ) -> dict[Any, int]:
-        state = self._requests.find(request.request_id)
-        plan = LoadPlan() if state is None else state.admitted.first(num_external_tokens)
+        plan = self._requests.find(request.request_id).admitted
         sources: Counter[Any] = Counter()
-        for part in plan.ranges:
+        for part in plan.first(num_external_tokens).ranges:
             sources.update(
                 self.children[part.child].call(
                     "get_external_cache_hit_sources", request, part.num_tokens
@@ -206,8 +204,6 @@ class MultiScheduler(SchedulerSide):
     def is_load_optional(self, request_id: str) -> bool:
         """Whether only children have failed whose loads merely save computation."""
         state = self._requests.find(request_id)
-        if state is None:
-            return False
         failed = (state.failed | state.given_up) or {part.child for part in state.admitted.ranges}
         return bool(failed) and all(
             child.traits.loads_are_optional or child.call("is_load_optional", request_id)
