@@ -16,7 +16,7 @@ import logging
 import operator
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -150,20 +150,8 @@ class Child:
         return None
 
 
-class Children:
+class Children(tuple[Child, ...]):
     """The children of a `MultiConnector` in one role, in order of preference."""
-
-    def __init__(self, children: Sequence[Child]) -> None:
-        self._children = tuple(children)
-
-    def __len__(self) -> int:
-        return len(self._children)
-
-    def __iter__(self) -> Iterator[Child]:
-        return iter(self._children)
-
-    def __getitem__(self, index: int) -> Child:
-        return self._children[index]
 
     @property
     def enabled(self) -> list[Child]:

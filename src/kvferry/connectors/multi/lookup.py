@@ -93,25 +93,23 @@ def find_plan(
     None while a child that may still change the plan has no answer. Dummy KV is never mixed with
     real KV, and real KV is preferred.
     """
-    plan: LoadPlan | None = LoadPlan()
-    for is_dummy in (False, True):
-        group = [child for child in children if child.provides_dummy_kv == is_dummy]
-        plan = _find_longest(group, ask, num_local, num_tokens, block_size)
-        if plan is None or plan.ranges:
-            break
-    return plan
+    real = [child for child in children if not child.provides_dummy_kv]
+    plan = _find_longest(real, ask, num_local, num_tokens, block_size)
+    if plan is None or plan.ranges:
+        return plan
+    dummies = [child for child in children if child.provides_dummy_kv]
+    return _find_longest(dummies, ask, num_local, num_tokens, block_size)
 
 
 def _find_longest(
     children: Sequence[ChildTraits], ask: Ask, num_local: int, num_tokens: int, block_size: int
 ) -> LoadPlan | None:
-    chained = [child for child in children if child.honours_token_range]
-    best, is_pending, has_chained = LoadPlan(), False, False
+    # The chain has the place of its first child.
+    groups: dict[int | None, list[ChildTraits]] = {}
     for child in children:
-        if child.honours_token_range and has_chained:
-            continue
-        has_chained = has_chained or child.honours_token_range
-        group = chained if child.honours_token_range else [child]
+        groups.setdefault(None if child.honours_token_range else child.index, []).append(child)
+    best, is_pending = LoadPlan(), False
+    for group in groups.values():
         plan = _find_chain(group, ask, num_local, num_tokens, block_size)
         if plan is None:
             is_pending = True
