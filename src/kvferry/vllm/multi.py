@@ -1,7 +1,7 @@
 """`MultiConnector` inside vLLM: `"kv_connector": "MultiConnector", "kv_connector_module_path":
 "kvferry.vllm"`.
 
-The children are pairs of sides: kvferry's own, or a connector for vLLM in a `ForeignConnector`. The
+The children are pairs of sides: kvferry's own, or a connector for vLLM in a `VllmChild`. The
 decisions are in `kvferry.connectors.multi`; this module reads vLLM's configuration and builds the
 children. vLLM recognises a MultiConnector by its name, so the class must have that name. See
 docs/decisions/053-multi-connector.md.
@@ -35,10 +35,10 @@ from kvferry.connectors.multi.metadata import split_handshakes
 from kvferry.connectors.multi.scheduler import MultiScheduler
 from kvferry.connectors.multi.worker import MultiWorker
 from kvferry.errors import ConfigError
+from kvferry.vllm.child import VllmChild
 from kvferry.vllm.compatibility import drops_too_few_tokens
 from kvferry.vllm.connector import KVFerryConnector, log_with_vllm
 from kvferry.vllm.engine.states import has_states
-from kvferry.vllm.foreign import ForeignConnector
 from kvferry.vllm.metrics.multi import MultiKVStats, MultiPromMetrics
 
 NAME = "MultiConnector"
@@ -274,15 +274,13 @@ class MultiConnector(KVFerryConnector):
             connector = KVConnectorFactory.create_connector(
                 child.vllm_config, self._role, self._kv_cache_config
             )
-        return ForeignConnector(
-            connector, saves_in_first_step=child.known_name in SAVE_IN_FIRST_STEP
-        )
+        return VllmChild(connector, saves_in_first_step=child.known_name in SAVE_IN_FIRST_STEP)
 
     @property
-    def _foreign(self) -> dict[int, ForeignConnector]:
+    def _vllm_children(self) -> dict[int, VllmChild]:
         """The children that are no sides of kvferry, by index."""
         sides = {child.index: child.side for child in self.children}
-        return {index: side for index, side in sides.items() if isinstance(side, ForeignConnector)}
+        return {index: side for index, side in sides.items() if isinstance(side, VllmChild)}
 
     def get_kv_connector_stats(self) -> MultiKVStats | None:
         self._has_unreported_stats = False
@@ -298,7 +296,7 @@ class MultiConnector(KVFerryConnector):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return any(side.requires_kv_delivery for side in self._foreign.values()) or any(
+        return any(side.requires_kv_delivery for side in self._vllm_children.values()) or any(
             child.vllm_config.kv_transfer_config.is_kv_producer
             and child.description.requires_kv_delivery
             for child in self._configs
@@ -307,13 +305,13 @@ class MultiConnector(KVFerryConnector):
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        return len(self._foreign) == len(self.children) and all(
+        return len(self._vllm_children) == len(self.children) and all(
             getattr(side.connector, "supports_divergent_local_hybrid_hits", False)
-            for side in self._foreign.values()
+            for side in self._vllm_children.values()
         )
 
     def get_finished_count(self) -> int | None:
-        counts = [side.get_finished_count() for side in self._foreign.values()]
+        counts = [side.get_finished_count() for side in self._vllm_children.values()]
         return counts[0] if counts and len(self.children) == 1 else None
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
@@ -322,14 +320,14 @@ class MultiConnector(KVFerryConnector):
             return
         parts = split_handshakes({rank: part.inner for rank, part in metadata.items()})
         for child, by_rank in parts.items():
-            self._foreign[child].set_xfer_handshake_metadata_pp_aware(by_rank)
+            self._vllm_children[child].set_xfer_handshake_metadata_pp_aware(by_rank)
 
     # -- worker --
 
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
         contexts = {
             self.children[index].name: side.get_mem_pool_context()
-            for index, side in self._foreign.items()
+            for index, side in self._vllm_children.items()
         }
         given = {name: context for name, context in contexts.items() if context is not None}
         if len(given) > 1:
@@ -340,12 +338,12 @@ class MultiConnector(KVFerryConnector):
         return next(iter(given.values()), None)
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        for side in self._foreign.values():
+        for side in self._vllm_children.values():
             side.kv_caches = kv_caches
         super().register_kv_caches(kv_caches)
 
     def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None:
-        for side in self._foreign.values():
+        for side in self._vllm_children.values():
             side.set_host_xfer_buffer_ops(copy_operation)
 
     # -- class methods --

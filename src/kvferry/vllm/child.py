@@ -18,7 +18,7 @@ from kvferry.vllm.messages import VllmOutput
 from kvferry.vllm.translate import NULL_BLOCK, BlocksView, VllmRequestView
 
 
-class ForeignConnector:
+class VllmChild:
     """One connector in one role."""
 
     def __init__(self, connector: Any, *, saves_in_first_step: bool) -> None:
