@@ -3,7 +3,7 @@
 An exception of a child never reaches the engine. The first exception of each call is logged with
 its traceback, every exception is counted. A child is disabled, which means that it is called no
 more, if the same call fails `MAX_FAILURES` times in a row, or once in a decisive call: a call after
-whose failure nobody can say what the child has begun.
+whose failure it is not known what the child has begun (`CALLS`).
 
 A call that blocks cannot be ended from outside: it runs on the engine's thread, and a child that is
 left alone in the middle of a call could write into the cache later. Slow calls are counted and
@@ -304,7 +304,7 @@ CALLS: Mapping[str, CallRule] = {
     "has_pending_push_work": _QUESTION,
     "has_urgent_work": _QUESTION,
     "has_pending_block_frees": _QUESTION,
-    # What the child's ranks have reported is lost.
+    # A failure loses what the child's ranks have reported.
     "aggregate": CallRule(is_decisive=True),
     # A child that fails here could save KV under a wrong name.
     "withdraw": CallRule(is_decisive=True),
