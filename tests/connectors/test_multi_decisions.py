@@ -4,6 +4,7 @@ Hypothesis plays children that own prefixes of a prompt, and ranks whose childre
 order, twice, or without having been asked.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
@@ -15,23 +16,12 @@ from tests.connectors.pair import Slice, Step
 from tests.connectors.store_connector import StoreWorkerMetadata
 
 from kvferry.connectors.contract import KVConnectorOutput, KVConnectorTransferResults, Request
-from kvferry.connectors.multi.children import (
-    MAX_FAILURES,
-    SLOW_CALL_S,
-    ChildHealth,
-    Children,
-    check_children,
-    name_children,
-)
-from kvferry.connectors.multi.lookup import (
-    ChildTraits,
-    LoadPlan,
-    PendingLookups,
-    TokenRange,
-    find_plan,
-)
+from kvferry.connectors.multi.children import MAX_FAILURES, SLOW_CALL_S, Children
+from kvferry.connectors.multi.children import Child as MultiChild
+from kvferry.connectors.multi.connector import check_children, name_children
+from kvferry.connectors.multi.lookup import ChildTraits, LoadPlan, TokenRange, find_plan
 from kvferry.connectors.multi.metadata import MultiMetadata, MultiWorkerMetadata
-from kvferry.connectors.multi.requests import RequestTable
+from kvferry.connectors.multi.requests import FinishedTransfers, RequestTable
 from kvferry.connectors.multi.scheduler import MultiScheduler
 from kvferry.connectors.multi.transfers import RankTransfers
 from kvferry.connectors.multi.worker import MultiWorker
@@ -207,19 +197,16 @@ def test_an_engine_that_takes_fewer_tokens_takes_the_first(taken: int) -> None:
     assert all(one in (TokenRange(1, 4, 12), part.ranges[-1]) for one in part.ranges)
 
 
-def test_a_child_that_never_answers_runs_out_of_time() -> None:
-    lookups = PendingLookups(timeout_s=5)
-    assert not lookups.note_pending("r", 0, now=10)
-    assert not lookups.note_pending("r", 1, now=14)
-    assert lookups.note_pending("r", 0, now=15)
-    assert not lookups.note_pending("r", 1, now=15)
-    assert lookups.note_answer("r", 0, now=16) == 6
-    assert not lookups.note_pending("r", 0, now=100)
-    lookups.end("r")
-    assert len(lookups) == 0
-
-
 # -- calls --
+
+
+def several(*sides: Any, clock: Callable[[], float] = time.monotonic) -> Children:
+    traits = map(ChildTraits, range(len(sides)))
+    return Children([MultiChild(*each, clock) for each in zip(sides, "AB", traits, strict=False)])
+
+
+def only(side: object, **traits: bool) -> Children:
+    return Children([MultiChild(side, type(side).__name__, ChildTraits(0, **traits))])
 
 
 class Sluggish:
@@ -242,40 +229,66 @@ class Sluggish:
 
 def test_calls_that_take_long_are_counted_whether_they_fail_or_not() -> None:
     child = Sluggish()
-    children = Children([child], ["Sluggish"], [ChildTraits(0)], clock=lambda: child.now)
+    children = several(child, clock=lambda: child.now)
     for duration_s, error in ((SLOW_CALL_S / 2, None), (SLOW_CALL_S, None), (9.0, OSError())):
         child.duration_s, child.error = duration_s, error
-        children.call(0, "wait_for_save")
+        children[0].call("wait_for_save")
     assert children.take_counts() == {
-        "child_failures": {"Sluggish": 1},
-        "child_slow_calls": {"Sluggish": 2},
+        "child_failures": {"A": 1},
+        "child_slow_calls": {"A": 2},
     }
     assert children.take_counts() == {}
 
 
-@pytest.mark.parametrize("is_harmless", [True, False])
+@pytest.mark.parametrize(
+    ("call", "is_harmless", "is_disabled"),
+    [
+        ("wait_for_save", True, False),
+        ("wait_for_save", False, True),
+        # What the child would have reported is lost.
+        ("get_transfer_results", True, True),
+    ],
+)
 def test_a_harmless_timeout_disables_a_child_only_if_it_comes_again_and_again(
-    is_harmless: bool,
+    call: str, is_harmless: bool, is_disabled: bool
 ) -> None:
     child = Sluggish()
     child.error = TimeoutError()
-    traits = ChildTraits(0, store_timeouts_are_harmless=is_harmless)
-    children = Children([child], ["Sluggish"], [traits])
-    children.call(0, "wait_for_save", is_decisive=True)
-    assert bool(children.disabled) != is_harmless
+    children = only(child, store_timeouts_are_harmless=is_harmless)
+    children[0].call(call)
+    assert bool(children.disabled) == is_disabled
     for _ in range(MAX_FAILURES):
-        children.call(0, "wait_for_save", is_decisive=True)
+        children[0].call(call)
     assert children.disabled
 
 
-def test_a_timeout_while_results_are_taken_is_never_harmless() -> None:
-    """What the child would have reported is lost."""
-    child = Sluggish()
-    child.error = TimeoutError()
-    traits = ChildTraits(0, store_timeouts_are_harmless=True)
-    children = Children([child], ["Sluggish"], [traits])
-    children.call(0, "get_transfer_results", is_decisive=True)
-    assert children.disabled
+class Looking:
+    """A connector that has no answer until the test gives one."""
+
+    now = 0.0
+    answer: int | None = None
+
+    def get_num_new_matched_tokens(self, request: object, count: int) -> tuple[int | None, bool]:
+        return self.answer, True
+
+
+def test_a_child_that_never_answers_runs_out_of_time() -> None:
+    sides = Looking(), Looking()
+    children = several(*sides)
+    scheduler = MultiScheduler(children, BLOCK, 5, clock=lambda: sides[0].now)
+
+    def ask_at(now: float) -> int | None:
+        sides[0].now = now
+        return scheduler.get_num_new_matched_tokens(cast(Request, Asked()), 0)[0]
+
+    assert [ask_at(10), ask_at(14.9), ask_at(15)] == [None, None, 0]
+    assert children.take_counts() == {"child_lookup_timeouts": {"A": 1, "B": 1}}
+    sides[0].answer = 8
+    assert ask_at(16) == 8
+    assert children.take_counts()["child_slow_calls"] == {"A": 1}
+    # The next lookup has the whole time again.
+    sides[0].answer, sides[1].answer = None, 4
+    assert [ask_at(100), ask_at(105)] == [None, 4]
 
 
 class Synchronous:
@@ -286,8 +299,9 @@ class Synchronous:
 
 
 class Asked(NamedTuple):
-    request_id: str
-    num_tokens: int
+    request_id: str = "r"
+    num_tokens: int = 100
+    cache_salt: str | None = ""
 
 
 @pytest.mark.parametrize(
@@ -297,14 +311,9 @@ class Asked(NamedTuple):
 def test_a_child_loads_within_a_step_only_if_a_failure_gives_no_wrong_tokens(
     is_safe: bool, is_dummy: bool, num_tokens: int
 ) -> None:
-    traits = ChildTraits(0, provides_dummy_kv=is_dummy)
-    scheduler = MultiScheduler(
-        Children([Synchronous()], ["Synchronous"], [traits]),
-        BLOCK,
-        lookup_timeout_s=1.0,
-        may_load_within_steps=is_safe,
-    )
-    asked = cast(Request, Asked("r", 100))
+    children = only(Synchronous(), provides_dummy_kv=is_dummy)
+    scheduler = MultiScheduler(children, BLOCK, 1.0, may_load_within_steps=is_safe)
+    asked = cast(Request, Asked())
     assert scheduler.get_num_new_matched_tokens(asked, 0) == (num_tokens, False)
 
 
@@ -319,25 +328,18 @@ class Saver(Synchronous):
         return {part.request_id for part in step.slices}
 
 
-class Special(NamedTuple):
-    request_id: str
-    num_tokens: int = 100
-    cache_salt: str | None = ""
-
-
 @pytest.mark.parametrize(
     ("request_", "num_tokens"),
     [
-        (Special("plain"), 2 * BLOCK),
-        (Special("salt", cache_salt="salt"), 0),
-        (Special("unknown", cache_salt=None), 0),
+        (Asked("plain"), 2 * BLOCK),
+        (Asked("salt", cache_salt="salt"), 0),
+        (Asked("unknown", cache_salt=None), 0),
     ],
 )
 def test_a_child_that_names_kv_by_tokens_only_serves_plain_requests_only(
-    request_: Special, num_tokens: int
+    request_: Asked, num_tokens: int
 ) -> None:
-    children = Children([Saver()], ["Saver"], [ChildTraits(0, names_kv_by_tokens_only=True)])
-    scheduler = MultiScheduler(children, BLOCK, lookup_timeout_s=1.0)
+    scheduler = MultiScheduler(only(Saver(), names_kv_by_tokens_only=True), BLOCK, 1.0)
     scheduler.on_new_request(cast(Request, request_))
     assert scheduler.get_num_new_matched_tokens(cast(Request, request_), 0) == (num_tokens, False)
     shown = {request_.request_id} if num_tokens else set()
@@ -378,8 +380,7 @@ class Loader:
 
 
 def test_the_end_of_lmcaches_load_is_also_the_end_of_its_send() -> None:
-    traits = ChildTraits(0, reports_failed_blocks=True)
-    worker = MultiWorker(Children([Loader()], ["Loader"], [traits]), num_groups=1)
+    worker = MultiWorker(only(Loader(), reports_failed_blocks=True), num_groups=1)
     worker.bind_connector_metadata(MultiMetadata((object(),), loads={"r": (0,)}, sends={"r": (0,)}))
     results = worker.get_transfer_results({"r"})
     assert results.finished_recving == results.finished_sending == {"r"}
@@ -411,7 +412,7 @@ class Failing(Loader):
 
 def end_of_step(call: str, has_drafter: bool) -> set[int]:
     """The blocks that a rank with two KV-cache groups reports as not loaded when a child fails."""
-    worker = MultiWorker(Children([Failing(call)], ["Failing"], [ChildTraits(0)]), num_groups=2)
+    worker = MultiWorker(only(Failing(call)), num_groups=2)
     worker.bind_connector_metadata(MultiMetadata((object(),), sync_blocks={0: frozenset({3})}))
     worker.start_load_kv(None)
     if not has_drafter:
@@ -433,17 +434,17 @@ def test_a_child_that_fails_after_the_forward_pass_does_not_end_the_step(has_dra
 
 
 def test_a_child_that_follows_lookups_sees_no_request_that_starts_over() -> None:
-    table = RequestTable(frozenset({1}))
+    table = RequestTable()
     for request in ("failed", "reset", "fine"):
         table.offer(request, 0, LoadPlan((TokenRange(1, 0, 8),), is_async=True))
-        table.admit(request, 8, [])
+        table.admit(request, 8)
     table.note_failed("failed", [1])
     table.take_finished(["failed", "fine"], [])
     # The engine goes on with one request before it resets its caches.
-    table.admit("fine", 0, [])
+    table.admit("fine", 0)
     table.bar_loads()
-    assert table.hidden_from(1) == {"failed", "reset"}
-    assert table.hidden_from(0) == set()
+    assert table.hidden_from(ChildTraits(1, follows_lookups=True)) == {"failed", "reset"}
+    assert table.hidden_from(ChildTraits(0)) == set()
 
 
 @given(st.data())
@@ -463,20 +464,14 @@ def test_a_rank_reports_once_and_only_after_the_last_child(data: st.DataObject) 
     waiting = set(members)
     for child in data.draw(st.lists(st.integers(0, 3), max_size=20)):
         was_waiting = bool(waiting)
-        _end(rank, end, child, failing)
+        failure = ["failed"] if end is RankTransfers.end_load and child in failing else []
+        end(rank, child, "r", *failure)
         waiting.discard(child)
         ended = {load.request for load in rank.take_loaded()} | rank.take_sent()
         assert ended == ({"r"} if was_waiting and not waiting else set())
     for child in waiting:
         rank.drop_child(child, "dropped")
     assert len(rank) == 0
-
-
-def _end(rank: RankTransfers, end: Callable[..., bool], child: int, failing: set[int]) -> None:
-    if end is RankTransfers.end_load and child in failing:
-        end(rank, child, "r", "failed")
-    else:
-        end(rank, child, "r")
 
 
 def test_a_load_names_every_child_that_failed() -> None:
@@ -496,7 +491,7 @@ def loading(*members: int) -> RequestTable:
     table = RequestTable()
     parts = tuple(TokenRange(child, 4 * at, 4 * at + 4) for at, child in enumerate(members))
     table.offer("r", 0, LoadPlan(parts, is_async=True))
-    table.admit("r", 4 * len(members), [])
+    table.admit("r", 4 * len(members))
     return table
 
 
@@ -508,27 +503,24 @@ def test_one_report_ends_the_load_and_the_sends_of_a_request_that_ended_early(
     table = loading(0)
     assert not table.finish("r", [1])
     reports = {"load": (["r"], []), "send": ([], ["r"])}
-    first = table.take_finished(*reports[order[0]])
-    assert (first.recving, first.sending) == (set(), set())
-    second = table.take_finished(*reports[order[1]])
-    assert (second.recving, second.sending) == ({"r"}, set())
+    told = [table.take_finished(*reports[each])[0] for each in order]
+    assert told == [FinishedTransfers(), FinishedTransfers(recving={"r"})]
     assert len(table) == 0
 
 
 def test_each_child_is_told_of_its_own_failure_only() -> None:
     table = loading(0, 1)
     table.note_failed("r", [1])
-    news = table.take_finished(["r"], [])
-    assert news.by_child_recving == {0: {"r"}, 1: {"r"}}
-    assert news.by_child_failed == {1: {"r"}}
-    assert (news.recving, news.unusable) == ({"r"}, {"r"})
+    engine, by_child = table.take_finished(["r"], [])
+    assert engine == FinishedTransfers(recving={"r"})
+    assert by_child == {0: engine, 1: FinishedTransfers(recving={"r"}, failed={"r"})}
     assert not table.get("r").may_load_from(0)
     assert not table.get("r").may_load_from(1)
     assert not table.get("r").is_complete
 
 
 def test_dummy_kv_hides_a_request_and_all_that_may_have_its_blocks() -> None:
-    table = RequestTable()
+    table = RequestTable(dummies=[1])
     for name, num_local, plan in (
         ("before", 8, LoadPlan()),
         ("dummy", 0, LoadPlan((TokenRange(1, 0, 19),))),
@@ -536,25 +528,29 @@ def test_dummy_kv_hides_a_request_and_all_that_may_have_its_blocks() -> None:
         ("shares a prefix", 8, LoadPlan()),
     ):
         table.offer(name, num_local, plan)
-        table.admit(name, plan.num_tokens, dummies=[1])
-    assert table.hidden_from(0) == {"dummy", "shares a prefix"}
-    assert table.hidden_from(1) == {"shares a prefix"}
+        table.admit(name, plan.num_tokens)
+    assert table.hidden_from(ChildTraits(0)) == {"dummy", "shares a prefix"}
+    assert table.hidden_from(ChildTraits(1)) == {"shares a prefix"}
 
 
 # -- children --
 
 
 def test_a_child_is_disabled_if_it_keeps_failing_or_fails_decisively() -> None:
-    health = ChildHealth()
-    for _ in range(MAX_FAILURES - 1):
-        assert not health.note_failure(0, "look", "x", is_decisive=False)
-    health.note_success(0, "look")
-    for _ in range(MAX_FAILURES - 1):
-        assert not health.note_failure(0, "look", "x", is_decisive=False)
-    assert health.note_failure(0, "look", "x", is_decisive=False)
-    assert not health.note_failure(0, "look", "x", is_decisive=True)
-    assert health.note_failure(1, "load", "y", is_decisive=True)
-    assert health.disabled == {0: "x", 1: "y"}
+    sides, disabled = (Sluggish(), Sluggish()), list[str]()
+    children = several(*sides)
+    children.watch_disabled(lambda child: disabled.append(child.name))
+    too_few = [OSError()] * (MAX_FAILURES - 1)
+    for error in (*too_few, None, *too_few):
+        sides[0].error = error
+        children[0].call("wait_for_save", is_decisive=False)
+    assert disabled == []
+    children[0].call("wait_for_save", is_decisive=False)
+    children[0].disable("once more")
+    sides[1].error = OSError("gone")
+    children[1].call("get_transfer_results")
+    assert disabled == ["A", "B"]
+    assert children.disabled[1] == "B failed in get_transfer_results: OSError: gone"
 
 
 class Listening:
@@ -572,7 +568,7 @@ class Listening:
 @pytest.mark.parametrize("wrong", [7, None, {}])
 def test_messages_of_ranks_that_their_class_cannot_join_disable_one_child(wrong: Any) -> None:
     connectors = [Listening(), Listening()]
-    children = Children(connectors, ["A", "B"], [ChildTraits(0), ChildTraits(1)])
+    children = several(*connectors)
     scheduler = MultiScheduler(children, BLOCK, 1.0)
     ranks = [MultiWorkerMetadata({0: [wrong], 1: [StoreWorkerMetadata(1)]}) for _ in range(3)]
     report = ranks[0].aggregate(ranks[1]).aggregate(ranks[2])

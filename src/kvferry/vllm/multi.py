@@ -1,7 +1,7 @@
 """`MultiConnector` inside vLLM: `"kv_connector": "MultiConnector", "kv_connector_module_path":
 "kvferry.vllm"`.
 
-The children are pairs of sides: kvferry's own, or a connector for vLLM in a `ForeignConnector`. The
+The children are pairs of sides: kvferry's own, or a connector for vLLM in a `VllmChild`. The
 decisions are in `kvferry.connectors.multi`; this module reads vLLM's configuration and builds the
 children. vLLM recognises a MultiConnector by its name, so the class must have that name. See
 docs/decisions/053-multi-connector.md.
@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 from vllm.config import KVTransferConfig
@@ -19,27 +20,29 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvferry import vllm as our_package
+from kvferry.config import MultiExtraConfig
 from kvferry.config.fields import Seconds, converted, refuse_unknown_keys, shown
+from kvferry.connectors.contract import ConnectorDescription
 from kvferry.connectors.factory import ONLY_IN_VLLM
-from kvferry.connectors.multi.children import Children, check_children, name_children
 from kvferry.connectors.multi.connector import (
-    check_finished_counts,
-    shut_down_after_failure,
+    build_children,
+    check_children,
+    name_children,
     traits_of,
 )
 from kvferry.connectors.multi.lookup import ChildTraits
-from kvferry.connectors.multi.scheduler import MultiScheduler, split_handshakes
+from kvferry.connectors.multi.metadata import split_handshakes
+from kvferry.connectors.multi.scheduler import MultiScheduler
 from kvferry.connectors.multi.worker import MultiWorker
 from kvferry.errors import ConfigError
+from kvferry.vllm.child import VllmChild
 from kvferry.vllm.compatibility import drops_too_few_tokens
 from kvferry.vllm.connector import KVFerryConnector, log_with_vllm
 from kvferry.vllm.engine.states import state_specs
-from kvferry.vllm.foreign import ForeignConnector
 from kvferry.vllm.metrics.multi import MultiKVStats, MultiPromMetrics
 
 NAME = "MultiConnector"
 OWN_PACKAGE = "kvferry.vllm"
-DEFAULT_LOOKUP_TIMEOUT_S = 30.0
 BETWEEN_ENGINES = (
     "vllm.distributed.kv_transfer.kv_connector.v1.moriio",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl",
@@ -84,16 +87,42 @@ class ChildConfig:
     connector_class: Any
     vllm_config: Any
 
+    @property
+    def is_own(self) -> bool:
+        """Whether the class only describes sides of kvferry."""
+        found = self.connector_class
+        return isinstance(found, type) and issubclass(found, KVFerryConnector)
+
+    @property
+    def known_name(self) -> str:
+        """The name of a connector of vLLM or LMCache; empty for any other."""
+        is_known = str(self.connector_class.__module__).startswith(("vllm.", "lmcache."))
+        return self.connector_class.__name__ if is_known else ""
+
+    @property
+    def description(self) -> ConnectorDescription:
+        """One of kvferry's connectors."""
+        found: ConnectorDescription = self.connector_class.describe(self.vllm_config)
+        return found
+
+    @property
+    def opens_side_channel(self) -> bool:
+        if self.is_own:
+            return self.description.opens_side_channel
+        return str(self.connector_class.__module__).startswith(BETWEEN_ENGINES)
+
+    def traits(self, index: int) -> ChildTraits:
+        """How the child may be combined with others."""
+        if self.is_own:
+            return traits_of(index, self.description)
+        stated = traits_of(index, self.connector_class)
+        known = KNOWN_TRAITS.get(self.known_name, stated)
+        return replace(known, index=index, needs_polling=True)
+
 
 def child_configs(vllm_config: Any) -> list[ChildConfig]:
     """The children that a configuration lists; `ConfigError` names a wrong key."""
-    parent = vllm_config.kv_transfer_config
-    found = []
-    for index, entry in enumerate(_listed(parent.kv_connector_extra_config)):
-        with _naming_child(index):
-            transfer = _child_transfer(parent, index, entry)
-            with _naming_missing_package(transfer.kv_connector):
-                found.append((transfer, KVConnectorFactory.get_connector_class(transfer)))
+    found = _found(vllm_config.kv_transfer_config)
     names = name_children([str(transfer.kv_connector) for transfer, _ in found])
     configs = []
     for name, (transfer, connector_class) in zip(names, found, strict=True):
@@ -101,6 +130,17 @@ def child_configs(vllm_config: Any) -> list[ChildConfig]:
         child.kv_transfer_config = transfer
         configs.append(ChildConfig(name, connector_class, child))
     return configs
+
+
+def _found(parent: Any) -> list[tuple[Any, Any]]:
+    """The transfer configurations and the classes of the children."""
+    found = []
+    for index, entry in enumerate(_listed(parent.kv_connector_extra_config)):
+        with _naming_child(index):
+            transfer = _child_transfer(parent, index, entry)
+            with _naming_missing_package(transfer.kv_connector):
+                found.append((transfer, KVConnectorFactory.get_connector_class(transfer)))
+    return found
 
 
 @contextmanager
@@ -141,13 +181,6 @@ def _listed(extra: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return listed
 
 
-def _child_transfers(parent: Any) -> list[Any]:
-    return [
-        _child_transfer(parent, index, entry)
-        for index, entry in enumerate(_listed(parent.kv_connector_extra_config))
-    ]
-
-
 def _child_transfer(parent: Any, index: int, entry: Mapping[str, Any]) -> Any:
     """One child's transfer configuration. A name of kvferry's connectors means kvferry's."""
     path = f"kv_connector_extra_config.connectors[{index}]"
@@ -186,48 +219,16 @@ def _child_transfer(parent: Any, index: int, entry: Mapping[str, Any]) -> Any:
 
 
 def _lookup_timeout_s(extra: Mapping[str, Any]) -> float:
-    refuse_unknown_keys(extra, ["connectors", "lookup_timeout"], NAME)
-    value = extra.get("lookup_timeout", DEFAULT_LOOKUP_TIMEOUT_S)
+    refuse_unknown_keys(extra, [field.name for field in fields(MultiExtraConfig)], NAME)
+    value = extra.get("lookup_timeout", MultiExtraConfig.lookup_timeout)
     return float(converted("kv_connector_extra_config.lookup_timeout", value, Seconds))
-
-
-def is_own(connector_class: Any) -> bool:
-    """Whether a connector's class only describes sides of kvferry."""
-    return isinstance(connector_class, type) and issubclass(connector_class, KVFerryConnector)
-
-
-def _is_known(connector_class: Any) -> bool:
-    return str(connector_class.__module__).startswith(("vllm.", "lmcache."))
-
-
-def traits_of_child(index: int, child: ChildConfig) -> ChildTraits:
-    """How a child may be combined with others."""
-    found = child.connector_class
-    if is_own(found):
-        return traits_of(index, found.describe(child.vllm_config))
-    if _is_known(found) and found.__name__ in KNOWN_TRAITS:
-        return replace(KNOWN_TRAITS[found.__name__], index=index, needs_polling=True)
-    stated = {
-        field.name: bool(getattr(found, field.name, False))
-        for field in fields(ChildTraits)
-        if field.name not in ("index", "needs_polling")
-    }
-    return ChildTraits(index, **stated, needs_polling=True)
-
-
-def _opens_side_channel(child: ChildConfig) -> bool:
-    found = child.connector_class
-    if is_own(found):
-        opens: bool = found.describe(child.vllm_config).opens_side_channel
-        return opens
-    return str(found.__module__).startswith(BETWEEN_ENGINES)
 
 
 def _check(configs: Collection[ChildConfig]) -> str | None:
     """Check that the children can work together, and return the layout that they require."""
     return check_children(
         [child.name for child in configs],
-        [index for index, child in enumerate(configs) if _opens_side_channel(child)],
+        [index for index, child in enumerate(configs) if child.opens_side_channel],
         [child.connector_class.get_required_kvcache_layout(child.vllm_config) for child in configs],
     )
 
@@ -240,89 +241,80 @@ class MultiConnector(KVFerryConnector):
 
     @classmethod
     def has_own_sides(cls, vllm_config: Any) -> bool:
-        return any(is_own(child.connector_class) for child in child_configs(vllm_config))
+        return any(child.is_own for child in child_configs(vllm_config))
 
     def _make_side(self) -> MultiScheduler | MultiWorker:
         vllm_config, kv_cache_config = self._vllm_config, self._kv_cache_config
         timeout_s = _lookup_timeout_s(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._configs = child_configs(vllm_config)
         _check(self._configs)
-        sides: list[Any] = []
-        with shut_down_after_failure(sides):
-            for child in self._configs:
-                sides.append(self._make_child(child))
-        names = [child.name for child in self._configs]
-        check_finished_counts(names, sides, vllm_config.parallel_config.world_size)
-        traits = [traits_of_child(index, child) for index, child in enumerate(self._configs)]
+        traits = [child.traits(index) for index, child in enumerate(self._configs)]
         if state_specs(*kv_cache_config.kv_cache_groups):
             # The states at the end of a range that another child continues have no block.
             traits = [replace(each, honours_token_range=False) for each in traits]
-        self._children = Children(sides, names, traits)
+        self.children = build_children(
+            [child.name for child in self._configs],
+            traits,
+            [partial(self._make_child, child) for child in self._configs],
+            vllm_config.parallel_config.world_size,
+        )
         if self._role is KVConnectorRole.WORKER:
-            return MultiWorker(self._children, len(kv_cache_config.kv_cache_groups))
+            return MultiWorker(self.children, len(kv_cache_config.kv_cache_groups))
         return MultiScheduler(
-            self._children,
+            self.children,
             vllm_config.cache_config.block_size,
             timeout_s,
             may_load_within_steps=not drops_too_few_tokens(vllm_config),
         )
 
     def _make_child(self, child: ChildConfig) -> Any:
-        found = child.connector_class
-        if is_own(found):
-            return self._make_own_side(found, child.vllm_config)
+        if child.is_own:
+            return self._make_own_side(child.connector_class, child.vllm_config)
         with _naming_missing_package(child.vllm_config.kv_transfer_config.kv_connector):
             connector = KVConnectorFactory.create_connector(
                 child.vllm_config, self._role, self._kv_cache_config
             )
-        saves_in_first_step = _is_known(found) and found.__name__ in SAVE_IN_FIRST_STEP
-        return ForeignConnector(connector, saves_in_first_step=saves_in_first_step)
+        return VllmChild(connector, saves_in_first_step=child.known_name in SAVE_IN_FIRST_STEP)
 
     @property
-    def children(self) -> Children:
-        return self._children
-
-    @property
-    def _foreign(self) -> dict[int, ForeignConnector]:
+    def _vllm_children(self) -> dict[int, VllmChild]:
         """The children that are no sides of kvferry, by index."""
-        sides = {index: self._children[index] for index in range(len(self._children))}
-        return {index: side for index, side in sides.items() if isinstance(side, ForeignConnector)}
+        sides = {child.index: child.side for child in self.children}
+        return {index: side for index, side in sides.items() if isinstance(side, VllmChild)}
 
     def get_kv_connector_stats(self) -> MultiKVStats | None:
         self._has_unreported_stats = False
-        stats = self._side.get_kv_connector_stats()
-        if stats is None:
-            return None
-        classes = {child.name: child.connector_class for child in self._configs}
-        shown = MultiKVStats(counts=stats.counts)
-        for name, part in stats.parts.items():
-            found = classes[name]
-            if is_own(found):
-                part = found.build_kv_connector_stats(part.to_dict())
-            shown.add(name, found, part)
-        return shown
+        stats, parts = MultiKVStats(), self.children.take_stats()
+        for child in self._configs:
+            if child.name in parts:
+                part, found = parts[child.name], child.connector_class
+                if child.is_own:
+                    part = found.build_kv_connector_stats(part.to_dict())
+                stats.add(child.name, found, part)
+        stats.counts = self.children.take_counts()
+        return None if stats.is_empty() else stats
 
     # -- scheduler --
 
     @property
     def requires_kv_delivery(self) -> bool:
-        own = (child for child in self._configs if is_own(child.connector_class))
-        return any(side.requires_kv_delivery for side in self._foreign.values()) or any(
+        return any(side.requires_kv_delivery for side in self._vllm_children.values()) or any(
             child.vllm_config.kv_transfer_config.is_kv_producer
-            and child.connector_class.describe(child.vllm_config).requires_kv_delivery
-            for child in own
+            and child.description.requires_kv_delivery
+            for child in self._configs
+            if child.is_own
         )
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        return len(self._foreign) == len(self._children) and all(
+        return len(self._vllm_children) == len(self.children) and all(
             getattr(side.connector, "supports_divergent_local_hybrid_hits", False)
-            for side in self._foreign.values()
+            for side in self._vllm_children.values()
         )
 
     def get_finished_count(self) -> int | None:
-        counts = [side.get_finished_count() for side in self._foreign.values()]
-        return counts[0] if counts and len(self._children) == 1 else None
+        counts = [side.get_finished_count() for side in self._vllm_children.values()]
+        return counts[0] if counts and len(self.children) == 1 else None
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         if self._has_own_sides:
@@ -330,14 +322,14 @@ class MultiConnector(KVFerryConnector):
             return
         parts = split_handshakes({rank: part.inner for rank, part in metadata.items()})
         for child, by_rank in parts.items():
-            self._foreign[child].set_xfer_handshake_metadata_pp_aware(by_rank)
+            self._vllm_children[child].set_xfer_handshake_metadata_pp_aware(by_rank)
 
     # -- worker --
 
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
         contexts = {
-            self._children.names[index]: side.get_mem_pool_context()
-            for index, side in self._foreign.items()
+            self.children[index].name: side.get_mem_pool_context()
+            for index, side in self._vllm_children.items()
         }
         given = {name: context for name, context in contexts.items() if context is not None}
         if len(given) > 1:
@@ -348,12 +340,12 @@ class MultiConnector(KVFerryConnector):
         return next(iter(given.values()), None)
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        for side in self._foreign.values():
+        for side in self._vllm_children.values():
             side.kv_caches = kv_caches
         super().register_kv_caches(kv_caches)
 
     def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None:
-        for side in self._foreign.values():
+        for side in self._vllm_children.values():
             side.set_host_xfer_buffer_ops(copy_operation)
 
     # -- class methods --
@@ -368,18 +360,16 @@ class MultiConnector(KVFerryConnector):
             kv_connector=NAME, kv_role="kv_both", kv_connector_extra_config=extra_config
         )
         return any(
-            KVConnectorFactory.get_connector_class(child).requires_piecewise_for_cudagraph(
-                child.kv_connector_extra_config
-            )
-            for child in _child_transfers(parent)
+            found.requires_piecewise_for_cudagraph(child.kv_connector_extra_config)
+            for child, found in _found(parent)
         )
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
         refusing = [
             child.kv_connector
-            for child in _child_transfers(kv_transfer_config)
-            if not KVConnectorFactory.get_connector_class(child).supports_sleep_mode(child)
+            for child, found in _found(kv_transfer_config)
+            if not found.supports_sleep_mode(child)
         ]
         if refusing:
             log_with_vllm()

@@ -62,7 +62,7 @@ from kvferry.connectors.multi.scheduler import MultiScheduler
 from kvferry.connectors.multi.worker import MultiWorker
 from kvferry.connectors.nixl.push_mode import PushMode
 from kvferry.connectors.offloading.scheduler import OffloadingScheduler
-from kvferry.vllm.foreign import ForeignConnector
+from kvferry.vllm.child import VllmChild
 from kvferry.worker.worker import TransferWorkerSnapshot
 
 try:
@@ -615,9 +615,8 @@ def _own_side(side: Any) -> Any:
     """kvferry's side of a connector, alone or the first one in a MultiConnector."""
     if not isinstance(side, MultiScheduler | MultiWorker):
         return side
-    children = side._children  # noqa: SLF001
-    found = [children[index] for index in range(len(children))]
-    return next((child for child in found if not isinstance(child, ForeignConnector)), side)
+    found = [child.side for child in side.children]
+    return next((child for child in found if not isinstance(child, VllmChild)), side)
 
 
 def run_until(condition: Callable[[], bool], *engines: Engine) -> None:

@@ -49,7 +49,7 @@ class StoreMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """All blocks of the requests that load."""
 
 
-class ForeignStore(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+class UndescribedStore(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """A connector that does not know kvferry's contract."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -185,7 +185,7 @@ class ForeignStore(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return results
 
 
-class StoreConnector(ForeignStore):
+class StoreConnector(UndescribedStore):
     """The same with the attributes of kvferry's contract."""
 
     honours_token_range = True

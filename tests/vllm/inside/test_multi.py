@@ -29,9 +29,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from kvferry.connectors.multi.requests import LimitedStep
 from kvferry.errors import ConfigError
 from kvferry.router.fleet.instance_metrics import read_metrics
+from kvferry.vllm.child import VllmChild
 from kvferry.vllm.connector import KVFerryConnector
 from kvferry.vllm.engine.progress import VllmStep
-from kvferry.vllm.foreign import ForeignConnector
 from kvferry.vllm.identity.salts import CacheSalts
 from kvferry.vllm.multi import MultiConnector, child_configs
 from kvferry.vllm.translate import BlocksView, VllmRequestView
@@ -148,9 +148,9 @@ def test_a_multi_connector_with_one_child_is_that_child(
     settle(p, d)
 
 
-@pytest.mark.parametrize("kind", ["StoreConnector", "ForeignStore"])
+@pytest.mark.parametrize("kind", ["StoreConnector", "UndescribedStore"])
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
-def test_a_failed_load_from_a_store_is_computed_and_one_of_a_foreign_child_follows_the_policy(
+def test_a_failed_load_from_a_store_is_computed_and_one_of_an_undescribed_child_follows_the_policy(
     start_engine: StartEngine, store: Store, kind: str, policy: str
 ) -> None:
     d = start_engine("d", kv=multi(PULL, kept_in("d", kind), kv_load_failure_policy=policy))
@@ -158,7 +158,7 @@ def test_a_failed_load_from_a_store_is_computed_and_one_of_a_foreign_child_follo
     store.fails_loads = True
     d.add("b", prompt(100))
     tokens = finish(d, "b")
-    if kind == "ForeignStore" and policy == "fail":
+    if kind == "UndescribedStore" and policy == "fail":
         assert (tokens, d.answers["b"].finish) == ([], "error")
     else:
         assert tokens == greedy(prompt(100), 4)
@@ -361,7 +361,7 @@ def test_a_child_that_raises_harms_no_request(
 
 def test_dummy_kv_of_decode_bench_is_never_saved(start_engine: StartEngine, store: Store) -> None:
     d = start_engine("d", kv=multi(PULL, kept_in("d"), DUMMY))
-    assert d.worker.children.traits[2].provides_dummy_kv
+    assert d.worker.children[2].traits.provides_dummy_kv
     for name in ("b", "c"):
         # The second request finds the first one's blocks in vLLM's prefix cache.
         d.add(name, prompt(100), {"do_remote_decode": True})
@@ -393,7 +393,7 @@ class Recorder:
 def test_a_child_that_saves_in_the_first_step_sees_no_request_computed_in_part(
     model: Path, saves_in_first_step: bool, shown: set[str]
 ) -> None:
-    child = ForeignConnector(Recorder(), saves_in_first_step=saves_in_first_step)
+    child = VllmChild(Recorder(), saves_in_first_step=saves_in_first_step)
     # The child expects the message of a request that it loads for.
     request = VllmRequestView(
         SimpleNamespace(request_id="loads"), CacheSalts.from_config(_config(model, multi(PULL)))

@@ -3,7 +3,7 @@
 An exception of a child never reaches the engine. The first exception of each call is logged with
 its traceback, every exception is counted. A child is disabled, which means that it is called no
 more, if the same call fails `MAX_FAILURES` times in a row, or once in a decisive call: a call after
-whose failure nobody can say what the child has begun.
+whose failure it is not known what the child has begun (`CALLS`).
 
 A call that blocks cannot be ended from outside: it runs on the engine's thread, and a child that is
 left alone in the middle of a call could write into the cache later. Slow calls are counted and
@@ -16,8 +16,8 @@ import logging
 import operator
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
@@ -25,9 +25,8 @@ import msgspec
 
 from kvferry.connectors.contract import KVConnectorTransferResults
 from kvferry.connectors.multi.lookup import ChildTraits
-from kvferry.connectors.multi.stats import MultiStats
+from kvferry.connectors.multi.stats import OwnCounts
 from kvferry.connectors.stats import KVConnectorStats
-from kvferry.errors import ConfigError
 from kvferry.events import TransferTimes
 
 MAX_FAILURES = 3
@@ -37,237 +36,203 @@ SLOW_CALL_S = 1.0
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class ChildHealth:
-    """Which children are disabled. Pure."""
-
-    disabled: dict[int, str] = field(default_factory=dict)
-    """The disabled children, with the reason."""
-    _in_a_row: Counter[tuple[int, str]] = field(default_factory=Counter, init=False)
-
-    def note_success(self, child: int, call: str) -> None:
-        self._in_a_row.pop((child, call), None)
-
-    def note_failure(self, child: int, call: str, reason: str, *, is_decisive: bool) -> bool:
-        """Count a failure; True if the child is disabled from now on and was not before."""
-        self._in_a_row[child, call] += 1
-        if child in self.disabled:
-            return False
-        if is_decisive or self._in_a_row[child, call] >= MAX_FAILURES:
-            self.disabled[child] = reason
-            return True
-        return False
-
-
-class Children:
-    """The connectors that a `MultiConnector` combines, in order of preference."""
+class Child:
+    """One connector of a `MultiConnector` in one role."""
 
     def __init__(
-        self,
-        connectors: Sequence[Any],
-        names: Sequence[str],
-        traits: Sequence[ChildTraits],
-        clock: Callable[[], float] = time.monotonic,
+        self, side: Any, name: str, traits: ChildTraits, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.names = tuple(names)
-        self.traits = tuple(traits)
-        self._connectors = tuple(connectors)
-        self._health = ChildHealth()
-        self._logged: set[tuple[int, str]] = set()
-        self._failures: Counter[str] = Counter()
-        self._slow_calls: Counter[str] = Counter()
+        self.side = side
+        self.name = name
+        self.traits = traits
+        self.disabled = ""
+        """Why the child is disabled; empty if it is not."""
+        self.counts: Counter[str] = Counter()
+        """What has happened since the last report, by the names of `CHILD_COUNTERS`."""
+        self.on_disabled: Callable[[Child], None] = lambda child: None
         self._clock = clock
-        self._closed: set[int] = set()
-        self._on_disabled: Callable[[int, str], None] = lambda child, reason: None
-
-    def __len__(self) -> int:
-        return len(self._connectors)
-
-    def __getitem__(self, child: int) -> Any:
-        return self._connectors[child]
+        self._failures_in_a_row: Counter[str] = Counter()
+        self._logged: set[str] = set()
+        self._is_closed = False
 
     @property
-    def enabled(self) -> list[int]:
-        return [child for child in range(len(self)) if child not in self._health.disabled]
+    def index(self) -> int:
+        return self.traits.index
 
-    @property
-    def disabled(self) -> dict[int, str]:
-        """The disabled children, with the reason."""
-        return self._health.disabled
-
-    def watch_disabled(self, on_disabled: Callable[[int, str], None]) -> None:
-        """Set the function that is called once for each child that becomes disabled."""
-        self._on_disabled = on_disabled
-
-    def call(
-        self,
-        child: int,
-        method: str,
-        *args: Any,
-        default: Any = None,
-        is_decisive: bool = False,
-        **more: Any,
-    ) -> Any:
-        """Call a method of an enabled child. `default` is the result if the child is disabled,
-        raises an exception or returns a value of the wrong type.
+    def call(self, method: str, *args: Any, is_decisive: bool | None = None, **more: Any) -> Any:
+        """Call a method of the child. If the child is disabled, raises an exception or returns a
+        value of the wrong type, the result is the default of `CALLS`, which also says whether the
+        call is decisive.
         """
-        check = _CHECKS.get(method, _unchanged)
-        return self._guard(
-            child,
-            method,
-            lambda: check(getattr(self._connectors[child], method)(*args, **more)),
-            default=default,
-            is_decisive=is_decisive,
-        )
+        return self._guard(method, lambda: getattr(self.side, method)(*args, **more), is_decisive)
 
-    def aggregate(self, child: int, messages: Sequence[Any]) -> Any:
-        """Join the messages of a child's ranks to one; None if there is none. If the child's class
-        cannot join them, what the ranks reported is lost.
+    def aggregate(self, messages: Sequence[Any]) -> Any:
+        """Join the messages of the child's ranks to one; None if there is none. If the child's
+        class cannot join them, what the ranks reported is lost.
         """
         if not messages:
             return None
         return self._guard(
-            child,
             "aggregate",
             lambda: reduce(lambda joined, message: joined.aggregate(message), messages),
-            default=None,
-            is_decisive=True,
         )
 
-    def _guard(
-        self,
-        child: int,
-        name: str,
-        call: Callable[[], Any],
-        *,
-        default: Any,
-        is_decisive: bool,
-    ) -> Any:
-        if child in self._health.disabled:
-            return default
+    def _guard(self, name: str, call: Callable[[], Any], is_decisive: bool | None = None) -> Any:
+        rule = CALLS.get(name, CallRule())
+        if self.disabled:
+            return rule.default
         began = self._clock()
         try:
-            result = call()
+            result = rule.check(call())
         # A child may be any class, so it may raise any exception; the engine serves on without it.
         except Exception as error:
-            if name == "wait_for_save" and isinstance(error, TimeoutError):
-                is_decisive = is_decisive and not self.traits[child].store_timeouts_are_harmless
-            self.note_failure(child, name, error, is_decisive=is_decisive)
-            return default
+            self._note_failure(
+                name, error, rule.is_decisive if is_decisive is None else is_decisive
+            )
+            return rule.default
         finally:
-            self.note_duration(child, name, self._clock() - began)
-        self._health.note_success(child, name)
+            self.note_duration(name, self._clock() - began)
+        self._failures_in_a_row.pop(name, None)
         return result
 
-    def note_duration(self, child: int, call: str, duration_s: float) -> None:
+    def _note_failure(self, call: str, error: Exception, is_decisive: bool) -> None:
+        self.counts["child_failures"] += 1
+        self._failures_in_a_row[call] += 1
+        if self.is_first(call):
+            _log.error("child connector failed child=%s call=%s", self.name, call, exc_info=error)
+        if call == "wait_for_save" and isinstance(error, TimeoutError):
+            is_decisive = is_decisive and not self.traits.store_timeouts_are_harmless
+        if is_decisive or self._failures_in_a_row[call] >= MAX_FAILURES:
+            self.disable(f"{self.name} failed in {call}: {type(error).__name__}: {error}")
+
+    def is_first(self, event: str) -> bool:
+        """Whether this is the child's first event of the kind. Only that one is logged."""
+        is_first = event not in self._logged
+        self._logged.add(event)
+        return is_first
+
+    def note_duration(self, call: str, duration_s: float) -> None:
         """Count and log a call or a lookup that took long."""
         if duration_s < SLOW_CALL_S:
             return
-        name = self.names[child]
-        self._slow_calls[name] += 1
-        if (child, f"slow {call}") not in self._logged:
-            self._logged.add((child, f"slow {call}"))
+        self.counts["child_slow_calls"] += 1
+        if self.is_first(f"slow {call}"):
             _log.warning(
                 "child connector is slow child=%s call=%s duration_s=%.1f",
-                name,
+                self.name,
                 call,
                 duration_s,
             )
 
-    def call_each(
-        self, method: str, *args: Any, default: Any = None, is_decisive: bool = False
-    ) -> Iterator[tuple[int, Any]]:
-        """Call a method of every enabled child, and yield each child with the result."""
-        for child in self.enabled:
-            yield (
-                child,
-                self.call(child, method, *args, default=default, is_decisive=is_decisive),
-            )
+    def disable(self, reason: str) -> None:
+        """Shut the child down and call it no more. Idempotent."""
+        if self.disabled:
+            return
+        self.disabled = reason
+        _log.error(
+            "child connector disabled child=%s reason=%s; this engine serves on without it",
+            self.name,
+            reason,
+        )
+        self.close()
+        self.on_disabled(self)
 
-    def call_all(
-        self, method: str, *args: Any, default: Any = None, is_decisive: bool = False
-    ) -> list[Any]:
-        """The results of `call_each`, after every child has been called."""
-        results = self.call_each(method, *args, default=default, is_decisive=is_decisive)
-        return [result for _, result in results]
+    def close(self) -> Exception | None:
+        """Shut the child down once. Returns the exception of a child that could not stop."""
+        if self._is_closed:
+            return None
+        self._is_closed = True
+        try:
+            self.side.shutdown()
+        except Exception as error:
+            _log.error("child connector could not be shut down child=%s", self.name, exc_info=error)
+            return error
+        return None
+
+
+class Children(tuple[Child, ...]):
+    """The children of a `MultiConnector` in one role, in order of preference."""
+
+    @property
+    def enabled(self) -> list[Child]:
+        return [child for child in self if not child.disabled]
+
+    @property
+    def disabled(self) -> dict[int, str]:
+        """The disabled children, with the reason."""
+        return {child.index: child.disabled for child in self if child.disabled}
+
+    def watch_disabled(self, on_disabled: Callable[[Child], None]) -> None:
+        """Set the function that is called once for each child that becomes disabled."""
+        for child in self:
+            child.on_disabled = on_disabled
+
+    def call_all(self, method: str, *args: Any, **more: Any) -> list[Any]:
+        """The results of a call of every enabled child."""
+        return [child.call(method, *args, **more) for child in self.enabled]
 
     def call_all_unguarded(self, method: str, *args: Any) -> list[Any]:
         """Call a method of every child at the start of an engine, where an exception must stop the
         start.
         """
-        return [getattr(connector, method)(*args) for connector in self._connectors]
+        return [getattr(child.side, method)(*args) for child in self]
 
-    def note_failure(
-        self, child: int, call: str, error: Exception, *, is_decisive: bool = False
-    ) -> None:
-        """Count and log an exception, and disable the child if necessary."""
-        name = self.names[child]
-        self._failures[name] += 1
-        if (child, call) not in self._logged:
-            self._logged.add((child, call))
-            _log.error("child connector failed child=%s call=%s", name, call, exc_info=error)
-        reason = f"{name} failed in {call}: {type(error).__name__}: {error}"
-        if self._health.note_failure(child, call, reason, is_decisive=is_decisive):
-            self._disable(child, reason)
+    def take_stats(self) -> dict[str, Any]:
+        """The stats of each child since the last call, by the child's name."""
+        stats = {child.name: child.call("get_kv_connector_stats") for child in self.enabled}
+        return {name: part for name, part in stats.items() if part is not None}
 
-    def disable(self, child: int, reason: str) -> None:
-        """Disable a child that failed in another process of the engine. Idempotent."""
-        if child not in self._health.disabled:
-            self._health.disabled[child] = reason
-            self._disable(child, reason)
-
-    def _disable(self, child: int, reason: str) -> None:
-        _log.error(
-            "child connector disabled child=%s reason=%s; this engine serves on without it",
-            self.names[child],
-            reason,
-        )
-        self.close(child)
-        self._on_disabled(child, reason)
-
-    def take_stats(self, own_counts: dict[str, dict[str, int]]) -> MultiStats | None:
-        """The stats of all children, with the counters of this role."""
-        stats = MultiStats()
-        for child, part in self.call_each("get_kv_connector_stats"):
-            if part is not None:
-                stats.add(self.names[child], part)
-        stats.counts |= self.take_counts() | own_counts
-        return None if stats.is_empty() else stats
-
-    def take_counts(self) -> dict[str, dict[str, int]]:
-        """The exceptions and the slow calls of each child since the last call."""
-        counts = {
-            "child_failures": dict(self._failures),
-            "child_slow_calls": dict(self._slow_calls),
-        }
-        self._failures, self._slow_calls = Counter(), Counter()
-        return {name: rows for name, rows in counts.items() if rows}
-
-    def close(self, child: int) -> Exception | None:
-        """Shut a child down once. Returns the exception of a child that could not stop."""
-        if child in self._closed:
-            return None
-        self._closed.add(child)
-        try:
-            self._connectors[child].shutdown()
-        except Exception as error:
-            _log.error(
-                "child connector could not be shut down child=%s",
-                self.names[child],
-                exc_info=error,
-            )
-            return error
-        return None
+    def take_counts(self) -> OwnCounts:
+        """What has happened to each child since the last call."""
+        counts: OwnCounts = {}
+        for child in self:
+            for name, count in child.counts.items():
+                counts.setdefault(name, {})[child.name] = count
+            child.counts.clear()
+        return counts
 
     def shutdown(self) -> None:
         """Shut all children down; raises the first exception after all have been tried."""
-        errors = [self.close(child) for child in range(len(self))]
+        errors = [child.close() for child in self]
         for error in errors:
             if error is not None:
                 raise error
 
 
-# -- results --
+class CallAll:
+    """A method of a `MultiConnector`'s side that calls every child and combines the results. At the
+    start of an engine an exception of a child must stop the start.
+    """
+
+    def __init__(
+        self, combine: Callable[[list[Any]], Any] = lambda results: None, *, is_start: bool = False
+    ) -> None:
+        self._combine = combine
+        self._is_start = is_start
+        self._name = ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, side: Any, owner: type) -> Any:
+        if side is None:
+            return self
+        call = side.children.call_all_unguarded if self._is_start else side.children.call_all
+        return lambda *args, **more: self._combine(call(self._name, *args, **more))
+
+
+# -- calls --
+
+
+@dataclass(frozen=True, slots=True)
+class CallRule:
+    """What is known of one method of the children."""
+
+    check: Callable[[Any], Any] = lambda answer: answer
+    """Turns the result into one of the contract's type, or raises."""
+    default: Any = None
+    """The result if the child is disabled or fails."""
+    is_decisive: bool = False
 
 
 def _count(answer: tuple[Any, Any]) -> tuple[int | None, bool]:
@@ -317,57 +282,48 @@ def _step_message(answer: Any) -> Any:
     return answer
 
 
-def _unchanged(answer: Any) -> Any:
-    return answer
+_ANNOUNCEMENT = CallRule(lambda answer: True, default=False)
+"""The result is whether the child has accepted the request."""
+_QUESTION = CallRule(bool, default=False)
 
-
-_CHECKS: Mapping[str, Callable[[Any], Any]] = {
-    "get_num_new_matched_tokens": _count,
-    "get_loaded_kv_cache_group_ids": lambda answer: None if answer is None else _ids(answer),
-    "get_external_cache_hit_sources": lambda answer: {
-        source: operator.index(count) for source, count in answer.items()
-    },
-    "request_finished_all_groups": _finish,
-    "get_transfer_results": _results,
-    "get_block_ids_with_load_errors": _ids,
-    "get_kv_connector_stats": _stats,
-    "build_connector_meta": _step_message,
-    "register_finished_partial_tail": bool,
-    "has_pending_push_work": bool,
-    "has_urgent_work": bool,
-    "has_pending_block_frees": bool,
+CALLS: Mapping[str, CallRule] = {
+    # -- scheduler --
+    "on_new_request": _ANNOUNCEMENT,
+    "expect_request": _ANNOUNCEMENT,
+    "get_num_new_matched_tokens": CallRule(_count, default=(0, False)),
+    "get_loaded_kv_cache_group_ids": CallRule(
+        lambda answer: None if answer is None else _ids(answer)
+    ),
+    "get_external_cache_hit_sources": CallRule(
+        lambda answer: {source: operator.index(count) for source, count in answer.items()},
+        default={},
+    ),
+    "build_connector_meta": CallRule(_step_message, is_decisive=True),
+    "needs_slices": _QUESTION,
+    "has_pending_push_work": _QUESTION,
+    "has_urgent_work": _QUESTION,
+    "has_pending_block_frees": _QUESTION,
+    # A failure loses what the child's ranks have reported.
+    "aggregate": CallRule(is_decisive=True),
+    # A child that fails here could save KV under a wrong name.
+    "withdraw": CallRule(is_decisive=True),
+    # A child that fails here may still read the blocks. The engine keeps them until the ranks have
+    # shut the child down.
+    "register_finished_partial_tail": CallRule(bool, default=True, is_decisive=True),
+    "request_finished_all_groups": CallRule(_finish, default=(True, None), is_decisive=True),
+    # A child that fails here could exchange or offer KV of other weights.
+    "set_weights_version": CallRule(is_decisive=True),
+    "reset_cache": CallRule(default=False, is_decisive=True),
     # A child may make its events while they are listed.
-    "take_events": lambda answer: list(answer or ()),
+    "take_events": CallRule(lambda answer: list(answer or ()), default=()),
+    "get_kv_connector_stats": CallRule(_stats),
+    # -- worker --
+    # After a failure here the child may still read blocks that are overwritten next.
+    "handle_preemptions": CallRule(is_decisive=True),
+    "bind_connector_metadata": CallRule(is_decisive=True),
+    "start_load_kv": CallRule(is_decisive=True),
+    "wait_for_layer_load": CallRule(is_decisive=True),
+    "wait_for_save": CallRule(is_decisive=True),
+    "get_transfer_results": CallRule(_results, is_decisive=True),
+    "get_block_ids_with_load_errors": CallRule(_ids, is_decisive=True),
 }
-"""Turns the result of a child's method into one of the contract's type, or raises."""
-
-
-def name_children(names: Sequence[str]) -> list[str]:
-    """Unique names for logs and metrics: the class name, with the index if it appears twice."""
-    return [
-        f"{name}[{index}]" if names.count(name) > 1 else name for index, name in enumerate(names)
-    ]
-
-
-def check_children(
-    names: Sequence[str], with_side_channel: Collection[int], layouts: Sequence[str | None]
-) -> str | None:
-    """Raise `ConfigError` if the children cannot work together. Returns the cache layout that they
-    require, if any.
-    """
-    if len(with_side_channel) > 1:
-        listed = " and ".join(names[child] for child in sorted(with_side_channel))
-        raise ConfigError(
-            f"connectors lists {listed}, but an engine has one side channel and a request one set "
-            "of transfer parameters, so only one of them can transfer KV between engines; remove "
-            "the others"
-        )
-    required = [(name, layout) for name, layout in zip(names, layouts, strict=True) if layout]
-    for name, layout in required[1:]:
-        first_name, first_layout = required[0]
-        if layout != first_layout:
-            raise ConfigError(
-                f"{first_name} requires the KV cache layout {first_layout} and {name} requires "
-                f"{layout}, but an engine has one cache; remove one of the connectors"
-            )
-    return required[0][1] if required else None

@@ -3,32 +3,88 @@
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from kvferry.config import KVTransferConfig, MultiExtraConfig
 from kvferry.connectors.contract import ConnectorConfig, ConnectorDescription, KVCacheConfig
 from kvferry.connectors.factory import KVConnectorFactory, check_cache
-from kvferry.connectors.multi.children import Children, check_children, name_children
+from kvferry.connectors.multi.children import Child, Children
 from kvferry.connectors.multi.lookup import ChildTraits
 from kvferry.connectors.multi.scheduler import MultiScheduler
 from kvferry.connectors.multi.worker import MultiWorker
 from kvferry.errors import ConfigError
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Child:
-    """A child that is about to be built."""
-
-    name: str
-    description: ConnectorDescription
-    config: ConnectorConfig
-    traits: ChildTraits
+def traits_of(index: int, facts: object) -> ChildTraits:
+    """How a child may be combined with others, by the attributes of its description or class."""
+    names = [each.name for each in dataclasses.fields(ChildTraits) if each.name != "index"]
+    return ChildTraits(index, **{name: bool(getattr(facts, name, False)) for name in names})
 
 
-def list_children(config: ConnectorConfig) -> list[Child]:
-    """The children that a configuration lists, if they can work together."""
+def name_children(names: Sequence[str]) -> list[str]:
+    """Unique names for logs and metrics: the class name, with the index if it appears twice."""
+    return [
+        f"{name}[{index}]" if names.count(name) > 1 else name for index, name in enumerate(names)
+    ]
+
+
+def check_children(
+    names: Sequence[str], with_side_channel: Collection[int], layouts: Sequence[str | None]
+) -> str | None:
+    """Raise `ConfigError` if the children cannot work together. Returns the cache layout that they
+    require, if any.
+    """
+    if len(with_side_channel) > 1:
+        listed = " and ".join(names[child] for child in sorted(with_side_channel))
+        raise ConfigError(
+            f"connectors lists {listed}, but an engine has one side channel and a request one set "
+            "of transfer parameters, so only one of them can transfer KV between engines; remove "
+            "the others"
+        )
+    required = [(name, layout) for name, layout in zip(names, layouts, strict=True) if layout]
+    for name, layout in required[1:]:
+        first_name, first_layout = required[0]
+        if layout != first_layout:
+            raise ConfigError(
+                f"{first_name} requires the KV cache layout {first_layout} and {name} requires "
+                f"{layout}, but an engine has one cache; remove one of the connectors"
+            )
+    return required[0][1] if required else None
+
+
+def build_children(
+    names: Sequence[str],
+    traits: Sequence[ChildTraits],
+    makers: Sequence[Callable[[], Any]],
+    num_ranks: int,
+) -> Children:
+    """Build the sides of all children. If one cannot be built, the others are shut down."""
+    children: list[Child] = []
+    with ExitStack() as undo:
+        undo.callback(lambda: [child.close() for child in children])
+        for name, each, make in zip(names, traits, makers, strict=True):
+            child = Child(make(), name, each)
+            children.append(child)
+            # A connector of vLLM may report its transfers on some ranks only. A rank cannot know
+            # which of its children will report.
+            count = getattr(child.side, "get_finished_count", lambda: None)()
+            if count not in (None, num_ranks) and len(names) > 1:
+                raise ConfigError(
+                    f"{name} reports its transfers on {count} of {num_ranks} ranks only, so it "
+                    "cannot be combined with other connectors"
+                )
+        undo.pop_all()
+    return Children(children)
+
+
+def _build(
+    config: ConnectorConfig,
+    cache: KVCacheConfig,
+    make_side: Callable[[ConnectorDescription, ConnectorConfig, KVCacheConfig], Any],
+) -> Children:
     configs = [
         dataclasses.replace(config, kv_transfer=transfer)
         for transfer in _settings(config.kv_transfer).connectors
@@ -40,58 +96,17 @@ def list_children(config: ConnectorConfig) -> list[Child]:
         [index for index, each in enumerate(found) if each.opens_side_channel],
         [each.required_layout(child) for each, child in zip(found, configs, strict=True)],
     )
-    return [
-        Child(name, description, child, traits_of(index, description))
-        for index, (name, description, child) in enumerate(zip(names, found, configs, strict=True))
-    ]
 
+    def make(description: ConnectorDescription, child: ConnectorConfig) -> Any:
+        check_cache(child.kv_transfer.kv_connector, description, cache)
+        return make_side(description, child, cache)
 
-def traits_of(index: int, description: ConnectorDescription) -> ChildTraits:
-    """How a child may be combined with others."""
-    return ChildTraits(
-        index,
-        description.honours_token_range,
-        description.loads_are_optional,
-        description.provides_dummy_kv,
-        needs_polling=description.needs_polling,
+    return build_children(
+        names,
+        [traits_of(index, each) for index, each in enumerate(found)],
+        [partial(make, each, child) for each, child in zip(found, configs, strict=True)],
+        config.parallel.tp_size,
     )
-
-
-@contextmanager
-def shut_down_after_failure(sides: list[Any]) -> Iterator[None]:
-    """If a child cannot be built, the children before it must not leave threads behind."""
-    with ExitStack() as undo:
-        undo.callback(lambda: [side.shutdown() for side in sides])
-        yield
-        undo.pop_all()
-
-
-def _build(
-    config: ConnectorConfig,
-    cache: KVCacheConfig,
-    make_side: Callable[[ConnectorDescription, ConnectorConfig, KVCacheConfig], Any],
-) -> Children:
-    children, sides = list_children(config), list[Any]()
-    with shut_down_after_failure(sides):
-        for child in children:
-            check_cache(child.config.kv_transfer.kv_connector, child.description, cache)
-            sides.append(make_side(child.description, child.config, cache))
-    names = [child.name for child in children]
-    check_finished_counts(names, sides, config.parallel.tp_size)
-    return Children(sides, names, [child.traits for child in children])
-
-
-def check_finished_counts(names: Sequence[str], sides: Sequence[Any], world_size: int) -> None:
-    """Raise `ConfigError` if a child reports its transfers on some ranks only: a rank cannot know
-    which of its children will report.
-    """
-    for name, side in zip(names, sides, strict=True):
-        count = getattr(side, "get_finished_count", lambda: None)()
-        if count not in (None, world_size) and len(names) > 1:
-            raise ConfigError(
-                f"{name} reports its transfers on {count} of {world_size} ranks only, so it cannot "
-                "be combined with other connectors"
-            )
 
 
 def _make_scheduler(config: ConnectorConfig, cache: KVCacheConfig) -> MultiScheduler:
@@ -101,9 +116,8 @@ def _make_scheduler(config: ConnectorConfig, cache: KVCacheConfig) -> MultiSched
 
 
 def _make_worker(config: ConnectorConfig, cache: KVCacheConfig) -> MultiWorker:
-    return MultiWorker(
-        _build(config, cache, lambda child, *args: child.make_worker(*args)), len(cache.groups)
-    )
+    children = _build(config, cache, lambda child, *args: child.make_worker(*args))
+    return MultiWorker(children, len(cache.groups))
 
 
 def _settings(transfer: KVTransferConfig) -> MultiExtraConfig:

@@ -1,6 +1,6 @@
 """Which child of a `MultiConnector` loads which tokens of a request.
 
-Pure: the caller passes a function that asks a child, and `now` (local monotonic seconds).
+Pure: the caller passes a function that asks a child.
 
 A plan is one child alone, or a chain of children whose ranges follow each other:
 
@@ -13,7 +13,7 @@ peer only what its own tiers lack.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 Ask = Callable[[int, int], tuple[int | None, bool]]
@@ -90,30 +90,34 @@ def find_plan(
     children: Sequence[ChildTraits], ask: Ask, num_local: int, num_tokens: int, block_size: int
 ) -> LoadPlan | None:
     """The longest plan for a request of `num_tokens` tokens, of which the engine has `num_local`;
-    None while a child that may still change the plan has no answer.
+    None while a child that may still change the plan has no answer. Dummy KV is never mixed with
+    real KV, and real KV is preferred.
     """
     real = [child for child in children if not child.provides_dummy_kv]
-    chained = [child for child in real if child.honours_token_range]
-    best, is_pending, has_chained = LoadPlan(), False, False
-    for child in real:
-        if _is_whole(best, num_local, num_tokens):
-            break
-        if child.honours_token_range and has_chained:
-            continue
-        has_chained = has_chained or child.honours_token_range
-        group = chained if child.honours_token_range else [child]
+    plan = _find_longest(real, ask, num_local, num_tokens, block_size)
+    if plan is None or plan.ranges:
+        return plan
+    dummies = [child for child in children if child.provides_dummy_kv]
+    return _find_longest(dummies, ask, num_local, num_tokens, block_size)
+
+
+def _find_longest(
+    children: Sequence[ChildTraits], ask: Ask, num_local: int, num_tokens: int, block_size: int
+) -> LoadPlan | None:
+    # The chain has the place of its first child.
+    groups: dict[int | None, list[ChildTraits]] = {}
+    for child in children:
+        groups.setdefault(None if child.honours_token_range else child.index, []).append(child)
+    best, is_pending = LoadPlan(), False
+    for group in groups.values():
         plan = _find_chain(group, ask, num_local, num_tokens, block_size)
         if plan is None:
             is_pending = True
         elif plan.num_tokens > best.num_tokens:
             best = plan
-    if is_pending and not _is_whole(best, num_local, num_tokens):
-        return None
-    # Dummy KV is never mixed with real KV, and real KV is preferred.
-    dummies = [child for child in children if child.provides_dummy_kv]
-    if best.ranges or not dummies:
-        return best
-    return _find_first(dummies, ask, num_local, num_tokens)
+        if best.ranges and num_local + best.num_tokens >= num_tokens - 1:
+            return best
+    return None if is_pending else best
 
 
 def _find_chain(
@@ -141,47 +145,3 @@ def _find_chain(
         ranges.append(TokenRange(child.index, end, end + count))
         end, is_async = end + count, child_is_async
     return None if is_pending else LoadPlan(tuple(ranges), is_async)
-
-
-def _find_first(
-    children: Iterable[ChildTraits], ask: Ask, num_local: int, num_tokens: int
-) -> LoadPlan | None:
-    is_pending = False
-    for child in children:
-        count, is_async = ask(child.index, num_local)
-        is_pending = is_pending or count is None
-        count = min(count or 0, num_tokens - num_local)
-        if count > 0:
-            part = TokenRange(child.index, num_local, num_local + count)
-            return LoadPlan((part,), is_async)
-    return None if is_pending else LoadPlan()
-
-
-def _is_whole(plan: LoadPlan, num_local: int, num_tokens: int) -> bool:
-    return bool(plan.ranges) and num_local + plan.num_tokens >= num_tokens - 1
-
-
-@dataclass(slots=True)
-class PendingLookups:
-    """Since when each child has had no answer for a request. After `timeout_s` the child counts as
-    having nothing to load, so that no child can keep a request waiting for ever.
-    """
-
-    timeout_s: float
-    _since: dict[str, dict[int, float]] = field(default_factory=dict, init=False)
-
-    def note_pending(self, request: str, child: int, now: float) -> bool:
-        """Note that a child has no answer yet; True if the child has run out of time."""
-        since = self._since.setdefault(request, {}).setdefault(child, now)
-        return now - since >= self.timeout_s
-
-    def note_answer(self, request: str, child: int, now: float) -> float:
-        """Note an answer; returns for how many seconds the request waited for it."""
-        return now - self._since.get(request, {}).pop(child, now)
-
-    def end(self, request: str) -> None:
-        """Forget a request that the engine has admitted or that has ended."""
-        self._since.pop(request, None)
-
-    def __len__(self) -> int:
-        return len(self._since)

@@ -13,21 +13,21 @@ from kvferry.connectors.contract import (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class MultiMetadata(KVConnectorMetadata):
     """The message of one step to every rank."""
 
-    parts: tuple[Any, ...]
-    """Each child's own message; None for a child that is not called in this step."""
-    loads: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    parts: tuple[Any, ...] = ()
+    """Each child's own message; None for a disabled child."""
+    loads: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Requests whose load between steps begins, with the children that load."""
-    load_blocks: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    load_blocks: dict[str, frozenset[int]] = field(default_factory=dict)
     """The blocks of those of these requests for which a child loads that reports failed blocks."""
-    sends: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    sends: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Finished requests whose blocks are kept, with the children that asked for it."""
-    sync_blocks: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    sync_blocks: dict[int, frozenset[int]] = field(default_factory=dict)
     """The blocks that each child fills in this step, before the forward pass reads them."""
-    disabled: Mapping[int, str] = field(default_factory=dict)
+    disabled: dict[int, str] = field(default_factory=dict)
     """Children that were disabled since the last step, with the reason."""
 
 
@@ -47,16 +47,14 @@ class MultiWorkerMetadata(KVConnectorWorkerMetadata):
         return not (self.parts or self.failed or self.disabled)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "MultiWorkerMetadata":
+        """Add another rank's message to this one, and return it."""
         assert isinstance(other, MultiWorkerMetadata)
-        parts = {
-            child: [*self.parts.get(child, ()), *other.parts.get(child, ())]
-            for child in self.parts.keys() | other.parts.keys()
-        }
-        failed = {
-            request: self.failed.get(request, set()) | other.failed.get(request, set())
-            for request in self.failed.keys() | other.failed.keys()
-        }
-        return MultiWorkerMetadata(parts, failed, {**other.disabled, **self.disabled})
+        for child, messages in other.parts.items():
+            self.parts.setdefault(child, []).extend(messages)
+        for request, children in other.failed.items():
+            self.failed.setdefault(request, set()).update(children)
+        self.disabled = {**other.disabled, **self.disabled}
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +62,13 @@ class MultiHandshakeMetadata(KVConnectorHandshakeMetadata):
     """One rank's handshake data of each child that has any, by the child's index."""
 
     parts: Mapping[int, Any]
+
+
+def split_handshakes(metadata: Mapping[Any, Any]) -> dict[int, dict[Any, Any]]:
+    """The handshake data of each child by rank."""
+    parts: dict[int, dict[Any, Any]] = {}
+    for rank, whole in metadata.items():
+        assert isinstance(whole, MultiHandshakeMetadata)
+        for child, part in whole.parts.items():
+            parts.setdefault(child, {})[rank] = part
+    return parts

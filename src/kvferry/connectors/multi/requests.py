@@ -7,12 +7,13 @@ of either kind. So if both reasons exist, this table joins the two reports into 
 told of the end of the load when the last child has finished.
 """
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.connectors.contract import Request, RequestStatus, ScheduledSlice, Step
-from kvferry.connectors.multi.lookup import LoadPlan, TokenRange
+from kvferry.connectors.multi.lookup import ChildTraits, LoadPlan
 
 
 @dataclass(slots=True)
@@ -26,6 +27,8 @@ class RequestState:
     """The last answer to the engine."""
     admitted: LoadPlan = field(default_factory=LoadPlan)
     """The part of the plan that the engine accepted."""
+    waiting_since: dict[int, float] = field(default_factory=dict)
+    """Since when each child has had no answer for the engine."""
     loading: set[int] = field(default_factory=set)
     """The children that load between steps and have not reported."""
     is_complete: bool = True
@@ -43,8 +46,6 @@ class RequestState:
     """
     excluded: set[int] = field(default_factory=set)
     """Children that refused to accept the request; they are told nothing more about it."""
-    outdated: set[int] = field(default_factory=set)
-    """Children that still know the blocks that the request had before it started over."""
     dummy_child: int | None = None
     """The child that filled blocks of this request with dummy KV."""
     has_unknown_prefix: bool = False
@@ -55,16 +56,14 @@ class RequestState:
     is_joined: bool = False
     """The request finished while it was loading: one report ends both the load and the sends."""
 
-    @property
-    def has_dummy_kv(self) -> bool:
-        return self.dummy_child is not None or self.has_unknown_prefix
-
-    def is_hidden_from(self, child: int) -> bool:
+    def is_hidden_from(self, child: ChildTraits) -> bool:
         """Whether a child must not learn which blocks hold this request's KV."""
+        has_dummy_kv = self.dummy_child is not None or self.has_unknown_prefix
         return (
-            child in self.excluded
-            or child in self.outdated
-            or (self.has_dummy_kv and child != self.dummy_child)
+            child.index in self.excluded
+            # The child still knows the blocks that the request had before it started over.
+            or (self.is_barred and child.follows_lookups)
+            or (has_dummy_kv and child.index != self.dummy_child)
         )
 
     def depends_on(self, children: Collection[int]) -> bool:
@@ -72,32 +71,25 @@ class RequestState:
         loaders = self.failed or {part.child for part in self.admitted.ranges}
         return bool(loaders) and loaders.issubset(children)
 
-    def part_of(self, child: int) -> TokenRange | None:
-        return next((part for part in self.admitted.ranges if part.child == child), None)
-
     def may_load_from(self, child: int) -> bool:
         return not self.is_barred and child not in self.excluded
 
 
 @dataclass(slots=True)
 class FinishedTransfers:
-    """The end of transfers, as the engine and as each child is told."""
+    """The end of transfers, as the engine or one child is told."""
 
     recving: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
     sending: set[str] = field(default_factory=set)
-    by_child_recving: dict[int, set[str]] = field(default_factory=dict)
-    by_child_sending: dict[int, set[str]] = field(default_factory=dict)
-    by_child_failed: dict[int, set[str]] = field(default_factory=dict)
-    unusable: set[str] = field(default_factory=set)
-    """Requests that finished loading but of which some part failed."""
 
 
 @dataclass(slots=True)
 class RequestTable:
     """The requests of one engine."""
 
-    follow_lookups: frozenset[int] = frozenset()
-    """Children with the trait of that name."""
+    dummies: Collection[int] = ()
+    """Children that provide dummy KV."""
     _states: dict[str, RequestState] = field(default_factory=dict, init=False)
     _has_loaded_dummy: bool = field(default=False, init=False)
 
@@ -105,18 +97,14 @@ class RequestTable:
         return len(self._states)
 
     def get(self, request: str) -> RequestState:
-        """The state of a request; a new one if the request is not known."""
-        if request not in self._states:
-            self._states[request] = RequestState(request)
-        return self._states[request]
+        """The state of a request. From now on the request is known."""
+        return self._states.setdefault(request, RequestState(request))
 
-    def find(self, request: str) -> RequestState | None:
-        return self._states.get(request)
+    def find(self, request: str) -> RequestState:
+        """The state of a request; an empty one, which is not kept, if the request is not known."""
+        return self._states.get(request) or RequestState(request)
 
-    def forget(self, request: str) -> None:
-        self._states.pop(request, None)
-
-    def hidden_from(self, child: int) -> set[str]:
+    def hidden_from(self, child: ChildTraits) -> set[str]:
         return {name for name, state in self._states.items() if state.is_hidden_from(child)}
 
     @property
@@ -128,11 +116,12 @@ class RequestTable:
         state = self.get(request)
         state.num_local, state.plan = num_local, plan
 
-    def admit(self, request: str, num_external: int, dummies: Collection[int]) -> LoadPlan:
+    def admit(self, request: str, num_external: int) -> LoadPlan:
         """Record that the engine has allocated blocks and takes `num_external` tokens of the plan;
         the children whose ranges are in the returned plan load them.
         """
         state = self.get(request)
+        state.waiting_since.clear()
         accepted, state.plan = state.plan.first(num_external), LoadPlan()
         # The engine calls again, without tokens, after a load between steps.
         if accepted.ranges:
@@ -141,7 +130,7 @@ class RequestTable:
             state.loading = {part.child for part in accepted.ranges}
         state.is_complete = not state.loading
         state.awaits_load = accepted.is_async
-        chosen = [part.child for part in accepted.ranges if part.child in dummies]
+        chosen = [part.child for part in accepted.ranges if part.child in self.dummies]
         if chosen:
             state.dummy_child = chosen[0]
         elif self._has_loaded_dummy and state.num_local:
@@ -153,17 +142,11 @@ class RequestTable:
     def bar_loads(self) -> None:
         """Let the engine compute the requests that are loading or have just loaded."""
         for state in self._states.values():
-            if state.awaits_load:
-                self._bar(state)
-
-    def _bar(self, state: RequestState) -> None:
-        state.is_barred = True
-        state.outdated = set(self.follow_lookups)
+            state.is_barred = state.is_barred or state.awaits_load
 
     def note_failed(self, request: str, children: Iterable[int]) -> None:
-        state = self._states.get(request)
-        if state is not None:
-            state.failed |= set(children) & (state.loading | state.failed)
+        state = self.find(request)
+        state.failed |= set(children) & (state.loading | state.failed)
 
     def depending_on(self, children: Collection[int]) -> set[str]:
         """The requests that depend on no other children."""
@@ -175,62 +158,57 @@ class RequestTable:
         """
         state = self.get(request)
         state.is_finished = True
+        state.waiting_since.clear()
         state.sending = set(senders)
         if state.loading:
             # The engine waits for the end of the load anyway, and must not be told of two ends.
             state.is_joined = bool(state.sending)
             return False
         if not state.sending:
-            self.forget(request)
+            del self._states[request]
         return bool(senders)
 
-    def take_finished(self, recving: Iterable[str], sending: Iterable[str]) -> FinishedTransfers:
-        """Process what the ranks report, and return what the engine and the children are told."""
-        news = FinishedTransfers()
+    def take_finished(
+        self, recving: Iterable[str], sending: Iterable[str]
+    ) -> tuple[FinishedTransfers, defaultdict[int, FinishedTransfers]]:
+        """Process what the ranks report. Returns what the engine and each child are told."""
+        engine = FinishedTransfers()
+        children: defaultdict[int, FinishedTransfers] = defaultdict(FinishedTransfers)
         for request in recving:
-            self._end_load(request, news)
+            state = self.find(request)
+            if not state.loading:
+                engine.recving.add(request)
+                continue
+            for child in state.loading:
+                children[child].recving.add(request)
+            for child in state.loading & state.failed:
+                children[child].failed.add(request)
+                state.is_barred = True
+            state.is_complete = state.loading.isdisjoint(state.failed)
+            state.loading = set()
+            self._end_joined(state, engine)
         for request in sending:
-            self._end_send(request, news)
-        return news
+            state = self.find(request)
+            if not state.sending:
+                engine.sending.add(request)
+                continue
+            for child in state.sending:
+                children[child].sending.add(request)
+            state.sending = set()
+            if state.is_joined:
+                self._end_joined(state, engine)
+            else:
+                engine.sending.add(request)
+                del self._states[request]
+        return engine, children
 
-    def _end_load(self, request: str, news: FinishedTransfers) -> None:
-        state = self._states.get(request)
-        if state is None or not state.loading:
-            news.recving.add(request)
-            return
-        for child in state.loading:
-            news.by_child_recving.setdefault(child, set()).add(request)
-            if child in state.failed:
-                news.by_child_failed.setdefault(child, set()).add(request)
-        if state.failed & state.loading:
-            news.unusable.add(request)
-            self._bar(state)
-        else:
-            state.is_complete = True
-        state.loading = set()
-        self._end_joined(state, news)
-
-    def _end_send(self, request: str, news: FinishedTransfers) -> None:
-        state = self._states.get(request)
-        if state is None or not state.sending:
-            news.sending.add(request)
-            return
-        for child in state.sending:
-            news.by_child_sending.setdefault(child, set()).add(request)
-        state.sending = set()
-        if state.is_joined:
-            self._end_joined(state, news)
-        else:
-            news.sending.add(request)
-            self.forget(request)
-
-    def _end_joined(self, state: RequestState, news: FinishedTransfers) -> None:
+    def _end_joined(self, state: RequestState, engine: FinishedTransfers) -> None:
         """Tell the engine of the end of a load, unless another child still reads the blocks."""
         if state.is_joined and (state.loading or state.sending):
             return
-        news.recving.add(state.request)
+        engine.recving.add(state.request)
         if state.is_finished:
-            self.forget(state.request)
+            del self._states[state.request]
 
 
 # -- what a child is shown --

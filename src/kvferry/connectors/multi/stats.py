@@ -30,23 +30,26 @@ class MultiStats(KVConnectorStats):
     """The sum of all children in `data`, and the numbers of each child."""
 
     children: dict[str, dict[str, Any]] = field(default_factory=dict)
-    parts: dict[str, Any] = field(default_factory=dict)
-    """What each child reported, in its own class."""
     counts: OwnCounts = field(default_factory=dict)
 
-    def add(self, child: str, part: KVConnectorStats) -> None:
-        """Add a child's numbers. Those of kvferry's connectors are also summed under the names that
-        a single connector would use, so that metrics and dashboards need not know of a
-        `MultiConnector`. Another connector may use these names for something else.
+    @classmethod
+    def of(cls, parts: Mapping[str, KVConnectorStats], counts: OwnCounts) -> "MultiStats | None":
+        """The numbers of the children by name; None if there are none.
+
+        Those of kvferry's connectors are also summed under the names that a single connector would
+        use, so that metrics and dashboards need not know of a `MultiConnector`. Another connector
+        may use these names for something else.
         """
-        self.parts[child] = part
-        row = part.to_dict()
-        if isinstance(part, TransferStats | OffloadStats):
-            merge_stats(self.data, row)
-        self.children[child] = {key: row[key] for key in row if key not in _UNSUMMED}
+        stats = cls(counts=counts)
+        for child, part in parts.items():
+            row = part.to_dict()
+            if isinstance(part, TransferStats | OffloadStats):
+                merge_stats(stats.data, row)
+            stats.children[child] = {key: row[key] for key in row if key not in _UNSUMMED}
+        return None if stats.is_empty() else stats
 
     def reset(self) -> None:
-        self.data, self.children, self.counts, self.parts = {}, {}, {}, {}
+        self.data, self.children, self.counts = {}, {}, {}
 
     def aggregate(self, other: KVConnectorStats) -> "MultiStats":
         assert isinstance(other, MultiStats)

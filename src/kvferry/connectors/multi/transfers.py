@@ -6,33 +6,31 @@ part; a report of a child that was not announced, or that reports twice, changes
 block is freed or used while a child may still write into it or read it.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedLoad:
-    """A request for which no child of this rank loads any more."""
+@dataclass(slots=True)
+class Load:
+    """A load of one request by one or more children."""
 
     request: str
-    failures: Mapping[int, str]
-    """The children whose part failed, with the reasons; empty if all of it has arrived."""
-
-
-@dataclass(slots=True)
-class _Load:
-    waiting: set[int]
+    waiting: set[int] = field(default_factory=set)
+    """The children that have not finished."""
     blocks: frozenset[int] = frozenset()
     failures: dict[int, str] = field(default_factory=dict)
+    """The children whose part has failed, with the reasons."""
+    optional_failures: set[int] = field(default_factory=set)
+    """The children whose part has failed although the request need not fail."""
 
 
 @dataclass(slots=True)
 class RankTransfers:
     """The loads and sends of all children on one rank."""
 
-    _loads: dict[str, _Load] = field(default_factory=dict, init=False)
+    _loads: dict[str, Load] = field(default_factory=dict, init=False)
     _sends: dict[str, set[int]] = field(default_factory=dict, init=False)
-    _loaded: list[FinishedLoad] = field(default_factory=list, init=False)
+    _loaded: list[Load] = field(default_factory=list, init=False)
     _sent: set[str] = field(default_factory=set, init=False)
 
     def __len__(self) -> int:
@@ -41,7 +39,7 @@ class RankTransfers:
     def begin_load(
         self, request: str, children: Iterable[int], blocks: frozenset[int] = frozenset()
     ) -> None:
-        load = self._loads.setdefault(request, _Load(set()))
+        load = self._loads.setdefault(request, Load(request))
         load.waiting |= set(children)
         load.blocks = blocks
 
@@ -52,18 +50,20 @@ class RankTransfers:
     def is_loading(self, child: int, request: str) -> bool:
         return request in self._loads and child in self._loads[request].waiting
 
-    def end_load(self, child: int, request: str, failure: str | None = None) -> bool:
-        """Record that a child has finished its part. False if the child was not loading."""
-        load = self._loads.get(request)
-        if load is None or child not in load.waiting:
-            return False
+    def end_load(
+        self, child: int, request: str, failure: str | None = None, *, is_optional: bool = False
+    ) -> None:
+        """Record that a child has finished its part, and why the part failed."""
+        if not self.is_loading(child, request):
+            return
+        load = self._loads[request]
         load.waiting.remove(child)
         if failure is not None:
             load.failures[child] = failure
+        if is_optional:
+            load.optional_failures.add(child)
         if not load.waiting:
-            del self._loads[request]
-            self._loaded.append(FinishedLoad(request, load.failures))
-        return True
+            self._loaded.append(self._loads.pop(request))
 
     def fail_blocks(self, child: int, blocks: Collection[int], failure: str) -> set[int]:
         """Let the loads fail that a child makes into these blocks, once the child has reported
@@ -76,18 +76,14 @@ class RankTransfers:
                 left -= load.blocks
         return left
 
-    def end_send(self, child: int, request: str) -> bool:
-        """Record that a child has read a finished request's blocks. False if the child did not ask
-        for them.
-        """
-        waiting = self._sends.get(request)
-        if waiting is None or child not in waiting:
-            return False
-        waiting.remove(child)
-        if not waiting:
-            del self._sends[request]
-            self._sent.add(request)
-        return True
+    def end_send(self, child: int, request: str) -> None:
+        """Record that a child has read a finished request's blocks."""
+        waiting = self._sends.get(request, set())
+        if child in waiting:
+            waiting.remove(child)
+            if not waiting:
+                del self._sends[request]
+                self._sent.add(request)
 
     def drop_child(self, child: int, reason: str) -> None:
         """Settle everything that a child still owes: its loads fail, its sends count as done. Call
@@ -98,7 +94,8 @@ class RankTransfers:
         for request in list(self._sends):
             self.end_send(child, request)
 
-    def take_loaded(self) -> list[FinishedLoad]:
+    def take_loaded(self) -> list[Load]:
+        """The loads in which no child takes part any more."""
         loaded, self._loaded = self._loaded, []
         return loaded
 

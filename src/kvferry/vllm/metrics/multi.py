@@ -5,7 +5,7 @@ stays with the name or the index of the child that it belongs to.
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from prometheus_client import Counter
@@ -43,10 +43,7 @@ class MultiKVStats(KVConnectorStats):
         """Rebuild what `to_dict` made. A child whose class does not say how is left out."""
         stats = cls(counts={name: dict(rows) for name, rows in data.get("counts", {}).items()})
         for name, row in data.get("children", {}).items():
-            module, _, qualified = row["class"].partition(":")
-            found: Any = import_module(module)
-            for word in qualified.split("."):
-                found = getattr(found, word)
+            found: Any = resolve_name(row["class"])
             part = found.build_kv_connector_stats(data=row["data"])
             if part is not None:
                 stats.add(name, found, part)

@@ -1,7 +1,6 @@
 """A connector of vLLM, or of another project for vLLM, as a child of `MultiConnector`.
 
-The child gets vLLM's own objects, not kvferry's views of them, with the same things left out. Calls
-that need no translation go to the connector as they are.
+The child gets vLLM's own objects, not kvferry's views of them, with the same things left out.
 """
 
 from collections.abc import Collection, Mapping
@@ -11,7 +10,7 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
-from kvferry.connectors.contract import Request, Step
+from kvferry.connectors.contract import Request, SchedulerSide, Step
 from kvferry.connectors.multi.requests import LimitedRequest, LimitedStep
 from kvferry.protocol.tickets import NO_BLOCK
 from kvferry.vllm.engine.progress import VllmStep
@@ -19,7 +18,7 @@ from kvferry.vllm.messages import VllmOutput
 from kvferry.vllm.translate import NULL_BLOCK, BlocksView, VllmRequestView
 
 
-class ForeignConnector:
+class VllmChild:
     """One connector in one role."""
 
     def __init__(self, connector: Any, *, saves_in_first_step: bool) -> None:
@@ -34,50 +33,23 @@ class ForeignConnector:
         """The requests for which the connector loads."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.connector, name)
+        found = getattr(self.connector, name)
+        if not callable(found):
+            return found
+        return lambda *args, **more: found(*map(_theirs, args), **more)
 
-    # -- what only kvferry's engines and connectors do --
-
-    def set_wakeup(self, wake: object) -> None:
-        return None
-
-    def expect_request(self, request: Request) -> None:
-        return None
-
-    def withdraw(self, request_id: str) -> None:
-        return None
-
-    def request_abandoned(self, request_id: str) -> None:
-        return None
-
-    def needs_slices(self, request_id: str) -> bool:
-        return False
-
-    def reclaim_blocks(self, num_blocks: int) -> None:
-        return None
-
-    def set_weights_version(self, version: str) -> None:
-        return None
-
-    def publish_events(self, describe: object) -> None:
-        return None
-
-    def has_urgent_work(self) -> bool:
-        return bool(self.connector.has_pending_push_work())
+    # Calls that only kvferry's engines and connectors make.
+    expect_request = SchedulerSide.expect_request
+    has_urgent_work = SchedulerSide.has_urgent_work
+    needs_slices = SchedulerSide.needs_slices
+    publish_events = SchedulerSide.publish_events
+    reclaim_blocks = SchedulerSide.reclaim_blocks
+    request_abandoned = SchedulerSide.request_abandoned
+    set_wakeup = SchedulerSide.set_wakeup
+    set_weights_version = SchedulerSide.set_weights_version
+    withdraw = SchedulerSide.withdraw
 
     # -- scheduler --
-
-    def on_new_request(self, request: Request) -> None:
-        self.connector.on_new_request(_theirs(request))
-
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Any:
-        return self.connector.get_num_new_matched_tokens(_theirs(request), num_computed_tokens)
-
-    def get_loaded_kv_cache_group_ids(self, request: Request) -> Any:
-        return self.connector.get_loaded_kv_cache_group_ids(_theirs(request))
-
-    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> Any:
-        return self.connector.get_external_cache_hit_sources(_theirs(request), num_external_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: BlocksView, num_external_tokens: int
@@ -91,7 +63,7 @@ class ForeignConnector:
     def build_connector_meta(self, scheduler_output: Step) -> Any:
         hidden: set[str] = set()
         step = scheduler_output
-        while isinstance(step, LimitedStep):
+        if isinstance(step, LimitedStep):
             hidden.update(step.hidden)
             step = step.step
         assert isinstance(step, VllmStep)
@@ -100,15 +72,6 @@ class ForeignConnector:
             hidden |= _partly_computed(step.scheduler_output) - self._loads
         theirs = step.scheduler_output
         return self.connector.build_connector_meta(_without(theirs, hidden) if hidden else theirs)
-
-    def update_connector_output(self, connector_output: VllmOutput) -> None:
-        theirs = copy(connector_output.theirs)
-        theirs.finished_recving = connector_output.finished_recving
-        theirs.failed_recving = connector_output.failed_recving
-        theirs.finished_sending = connector_output.finished_sending
-        theirs.kv_connector_worker_meta = connector_output.kv_connector_worker_meta
-        theirs.kv_cache_events = connector_output.kv_cache_events
-        self.connector.update_connector_output(theirs)
 
     def register_finished_partial_tail(
         self, request: Request, block_ids: tuple[list[int], ...], tails: Any
@@ -131,16 +94,25 @@ class ForeignConnector:
         self.connector.register_kv_caches(self.kv_caches)
 
 
-def _theirs(request: Request) -> Any:
-    """vLLM's request."""
-    if isinstance(request, LimitedRequest):
-        limited = copy(_theirs(request.request))
-        limited.num_computed_tokens = request.num_computed_tokens
-        limited.num_in_flight_tokens = 0
-        limited.status = RequestStatus.FINISHED_ABORTED
-        return limited
-    assert isinstance(request, VllmRequestView)
-    return request.request
+def _theirs(value: Any) -> Any:
+    """vLLM's object behind one of kvferry's views; any other value as it is."""
+    if isinstance(value, LimitedRequest):
+        request = copy(_theirs(value.request))
+        request.num_computed_tokens = value.num_computed_tokens
+        request.num_in_flight_tokens = 0
+        request.status = RequestStatus.FINISHED_ABORTED
+        return request
+    if isinstance(value, VllmRequestView):
+        return value.request
+    if isinstance(value, VllmOutput):
+        output = copy(value.theirs)
+        output.finished_recving = value.finished_recving
+        output.failed_recving = value.failed_recving
+        output.finished_sending = value.finished_sending
+        output.kv_connector_worker_meta = value.kv_connector_worker_meta
+        output.kv_cache_events = value.kv_cache_events
+        return output
+    return value
 
 
 def _holes_as_null_blocks(block_ids: list[int]) -> list[int]:
