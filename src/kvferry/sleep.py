@@ -1,4 +1,5 @@
-"""Sleeps of some microseconds, for a thread that polls a device and shares the GIL.
+"""Sleeps of some microseconds, for a thread that polls a device and shares the GIL; and a wake-up
+for a thread that waits for file descriptors.
 
 Releasing the GIL is not enough: the waiting thread must first be woken, and by then we hold the GIL
 again. Waking takes longer if CPUs are idle or shared. A thread that polls without sleeping would
@@ -7,6 +8,7 @@ Any thread may call `short_sleep`; the timer slack is set once per thread.
 """
 
 import ctypes
+import os
 import threading
 import time
 from contextlib import suppress
@@ -27,3 +29,38 @@ def short_sleep(seconds: float = SHORT_SLEEP_S) -> None:
         with suppress(OSError, AttributeError):  # Without Linux's prctl the sleep is longer.
             ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, SLACK_NS, 0, 0, 0)
     time.sleep(seconds)
+
+
+class Wakeup:
+    """Wakes the thread that waits for `fileno`; many calls of `wake` before one `clear` count as
+    one. Any thread may call `wake`, which does nothing after `close`.
+    """
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()
+        """Prevents a late `wake` from writing to a file descriptor that was closed and now belongs
+        to another file.
+        """
+        self._is_open = True
+
+    def wake(self) -> None:
+        # BlockingIOError: the counter is at its maximum, so the waiting thread is woken anyway.
+        with self._lock, suppress(BlockingIOError):
+            if self._is_open:
+                os.eventfd_write(self._fd, 1)
+
+    def clear(self) -> bool:
+        """Return True if `wake` was called since the last call."""
+        with suppress(BlockingIOError):
+            return os.eventfd_read(self._fd) > 0
+        return False
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def close(self) -> None:
+        with self._lock:
+            if self._is_open:
+                self._is_open = False
+                os.close(self._fd)

@@ -5,9 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.connectors.stats import KVConnectorStats, TransferStats
-from kvferry.engine.ipc import MAX_FRAME_BYTES, FrameAssembler, FrameSocket, Wakeup, pack_frame
+from kvferry.engine.ipc import MAX_FRAME_BYTES, FrameAssembler, FrameSocket, pack_frame
 from kvferry.engine.transfer_log import ConnectorTotals
 from kvferry.errors import TransportError
+from kvferry.sleep import Wakeup
 
 
 @given(st.lists(st.binary(max_size=40)), st.lists(st.integers(1, 30), min_size=1))

@@ -36,7 +36,7 @@ from kvferry.connectors.contract import (
     SchedulerSide,
 )
 from kvferry.connectors.factory import KVConnectorFactory
-from kvferry.engine.ipc import FrameSocket, Wakeup
+from kvferry.engine.ipc import FrameSocket
 from kvferry.engine.limits import SchedulerLimits
 from kvferry.engine.messages import (
     AbortRequest,
@@ -65,6 +65,7 @@ from kvferry.engine.scheduler import Scheduler
 from kvferry.engine.transfer_log import ConnectorTotals
 from kvferry.errors import ConfigError, KVFerryError, TransportError
 from kvferry.logs import configure_logs
+from kvferry.sleep import Wakeup
 from kvferry.types import FailurePolicy
 
 if TYPE_CHECKING:

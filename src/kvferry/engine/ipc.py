@@ -1,11 +1,9 @@
-"""Frames over a socketpair between the processes of an engine, and a wake-up for one thread.
+"""Frames over a socketpair between the processes of an engine.
 
 Each frame is a batch of messages with a length prefix. `FrameAssembler` is pure. One thread owns a
-`FrameSocket`: reads never wait, and writes wait at most until a deadline. Any thread may call
-`Wakeup.wake`.
+`FrameSocket`: reads never wait, and writes wait at most until a deadline.
 """
 
-import contextlib
 import socket
 import struct
 
@@ -110,40 +108,3 @@ class FrameSocket:
     def close(self) -> None:
         self._is_open = False
         self._sock.close()
-
-
-# -- wakeup --
-# An event that any thread may set and that one thread waits for together with its sockets.
-
-
-class Wakeup:
-    """Wakes the owning thread; many calls of `wake` before one `clear` count as one.
-
-    After `close`, `wake` does nothing.
-    """
-
-    def __init__(self) -> None:
-        self._receiver, self._sender = socket.socketpair()
-        self._receiver.setblocking(False)
-        self._sender.setblocking(False)
-
-    def wake(self) -> None:
-        # If the buffer is full, the waiting thread wakes up anyway; if the socket is closed, no
-        # thread waits any more.
-        with contextlib.suppress(OSError):
-            self._sender.send(b"\0")
-
-    def clear(self) -> bool:
-        """Return True if `wake` was called since the last call."""
-        was_woken = False
-        with contextlib.suppress(BlockingIOError):
-            while self._receiver.recv(4096):
-                was_woken = True
-        return was_woken
-
-    def fileno(self) -> int:
-        return self._receiver.fileno()
-
-    def close(self) -> None:
-        self._sender.close()
-        self._receiver.close()

@@ -25,11 +25,12 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 
 from kvferry.connectors.contract import KVConnectorHandshakeMetadata, ParallelConfig
-from kvferry.engine.ipc import FrameSocket, Wakeup
+from kvferry.engine.ipc import FrameSocket
 from kvferry.engine.messages import StepPlan, StepResult
 from kvferry.engine.options import EngineSetup
 from kvferry.errors import ConfigError, KVFerryError, TransportError
 from kvferry.logs import configure_logs
+from kvferry.sleep import Wakeup
 
 _log = logging.getLogger(__name__)
 

@@ -12,8 +12,6 @@ import contextlib
 import hashlib
 import hmac
 import math
-import os
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,6 +23,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from kvferry.errors import ConfigError, TransportError
+from kvferry.sleep import Wakeup
 from kvferry.transports.base import MAX_MESSAGE_BYTES, ControlEvent, Disconnected, Received, Route
 from kvferry.types import Address
 
@@ -117,7 +116,7 @@ class ZmqTransport:
         self._context.max_sockets = MAX_SOCKETS
         self._poller = zmq.Poller()
         self._dialled: dict[str, _DealerConnection] = {}
-        self._waker = _Waker()
+        self._wakeup = Wakeup()
         self.dropped_frames = 0
         """Number of frames that were dropped: too long, or in a message with several frames."""
         self._is_closed = False
@@ -127,10 +126,10 @@ class ZmqTransport:
             bound_port = _bind(self._router, bind_host, port, bind_timeout_s)
         except BaseException:
             self._context.destroy(linger=0)
-            self._waker.close()
+            self._wakeup.close()
             raise
         self.address = f"tcp://{Address(advertised_host.strip('[]'), bound_port)}"
-        for source in (self._zap, self._router, self._waker.fd):
+        for source in (self._zap, self._router, self._wakeup.fileno()):
             self._poller.register(source, zmq.POLLIN)
 
     def send(self, address: str, frame: bytes) -> None:
@@ -162,8 +161,8 @@ class ZmqTransport:
         # Round up: rounding down to 0 ms would make the caller's loop spin before a deadline.
         timeout_ms = None if timeout_s is None else math.ceil(max(0.0, timeout_s) * 1000)
         ready = {source for source, _ in self._poller.poll(timeout_ms)}
-        if self._waker.fd in ready:
-            self._waker.clear()
+        if self._wakeup.fileno() in ready:
+            self._wakeup.clear()
         if self._zap in ready:
             _drain(self._zap, self._answer_zap)
         if self._router in ready:
@@ -177,7 +176,7 @@ class ZmqTransport:
         return events
 
     def wake(self) -> None:
-        self._waker.wake()
+        self._wakeup.wake()
 
     def forget(self, address: str) -> None:
         self._hang_up(address, FORGET_LINGER_MS)
@@ -191,7 +190,7 @@ class ZmqTransport:
         self._router.close(CLOSE_LINGER_MS)
         self._zap.close(0)
         self._context.destroy(CLOSE_LINGER_MS)
-        self._waker.close()
+        self._wakeup.close()
 
     def _arrived(self, events: list[ControlEvent], route: Route, parts: list[bytes]) -> None:
         if len(parts) == 1 and self._is_short(parts[0]):
@@ -301,33 +300,6 @@ class _DealerConnection:
                 elif event != zmq.EVENT_DISCONNECTED or self._was_connected:
                     return True
         return False
-
-
-class _Waker:
-    """Interrupts `poll` from another thread. The lock prevents a late `wake` from writing to a file
-    descriptor that was closed and now belongs to another file.
-    """
-
-    def __init__(self) -> None:
-        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._lock = threading.Lock()
-        self._is_open = True
-
-    def wake(self) -> None:
-        # BlockingIOError: the counter is at its maximum, so `poll` is woken anyway.
-        with self._lock, contextlib.suppress(BlockingIOError):
-            if self._is_open:
-                os.eventfd_write(self.fd, 1)
-
-    def clear(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self.fd)
-
-    def close(self) -> None:
-        with self._lock:
-            if self._is_open:
-                self._is_open = False
-                os.close(self.fd)
 
 
 def _bind(socket: Socket, host: str, port: int, timeout_s: float) -> int:

@@ -7,7 +7,6 @@ and no other code writes to that memory: once a connection is closed, no more by
 
 import contextlib
 import logging
-import os
 import selectors
 import socket
 import struct
@@ -18,6 +17,7 @@ from collections.abc import Callable, Generator, Sequence
 from functools import partial
 
 from kvferry.errors import ConfigError, KVFerryError
+from kvferry.sleep import Wakeup
 
 MAX_VIEWS = 1024
 """Most buffers that one system call takes (IOV_MAX)."""
@@ -272,17 +272,14 @@ class SocketLoop:
 
     def __init__(self, name: str) -> None:
         self._selector = selectors.DefaultSelector()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._wakeup = Wakeup()
+        self._selector.register(self._wakeup, selectors.EVENT_READ, self._wakeup)
         self._calls: deque[Callable[[], None]] = deque()
         self._connections: dict[TcpConnection, int] = {}
         self._listener: socket.socket | None = None
         self._accept: Callable[[socket.socket], None] = socket.socket.close
         self._next_sweep = 0.0
         self.is_closing = False
-        self._lock = threading.Lock()
-        """Guards `_wake`, the only file descriptor that other threads use."""
-        self._is_closed = False
         self.failure: str | None = None
         """Why the thread has stopped because of a bug; None while the thread is fine."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -297,10 +294,7 @@ class SocketLoop:
     def call(self, what: Callable[[], None]) -> None:
         """Make a call on the loop's thread. Calls after the loop has closed are not made."""
         self._calls.append(what)
-        # BlockingIOError: the counter is at its maximum, so the loop is woken anyway.
-        with self._lock, contextlib.suppress(BlockingIOError):
-            if not self._is_closed:
-                os.eventfd_write(self._wake, 1)
+        self._wakeup.wake()
 
     def add(self, connection: TcpConnection) -> None:
         self._connections[connection] = 0
@@ -333,10 +327,9 @@ class SocketLoop:
         """Stop the thread and close every socket. Idempotent."""
         self.is_closing = True
         if self._thread.ident is None:
-            if not self._is_closed:
-                self._release()
+            self._release()
             return
-        self.call(lambda: None)
+        self._wakeup.wake()
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
             raise KVFerryError(
@@ -363,9 +356,8 @@ class SocketLoop:
         for key, _ in self._selector.select(timeout):
             if self.is_closing:
                 return
-            if key.fd == self._wake:
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(self._wake)
+            if key.data is self._wakeup:
+                self._wakeup.clear()
             elif isinstance(key.data, TcpConnection):
                 self._drive(key.data)
             else:
@@ -441,7 +433,4 @@ class SocketLoop:
         if self._listener is not None:
             self._listener.close()
         self._selector.close()
-        # Under the lock: a late `call` must not write to a file descriptor that was reused.
-        with self._lock:
-            self._is_closed = True
-            os.close(self._wake)
+        self._wakeup.close()
