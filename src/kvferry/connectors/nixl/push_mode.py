@@ -281,7 +281,7 @@ class PushMode(PullMode):
         among the requests that wait for the same leg.
         """
         # With local attention or states the offer must leave out the last token, which the engine
-        # computes itself: see `NixlConnectorScheduler._usable`.
+        # computes itself: see `PeerLoads._usable`.
         num_tokens = request.num_prompt_tokens - self._cache.leaves_last_token
         if command.push_info.tokens.num_tokens == 0 or self._producer_frees_last_window(num_tokens):
             # This engine computes the prompt; the registration and `SkipLoad` let the prefill side

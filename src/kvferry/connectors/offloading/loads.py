@@ -11,10 +11,11 @@ from kvferry.connectors.contract import KVCacheGroup, Request
 from kvferry.connectors.offloading.break_even import BreakEven
 from kvferry.connectors.offloading.lookup import Hit, TierLookup
 from kvferry.connectors.offloading.metadata import EndStores, OffloadStats
-from kvferry.connectors.offloading.requests import BlockTables, LoadState, TrackedRequest
+from kvferry.connectors.offloading.requests import LoadState, TrackedRequest
 from kvferry.tiers.backoff import log_trouble
 from kvferry.tiers.base import EntryKey
 from kvferry.tiers.commands import POOL, CancelLoad, LoadChunks, LoadEnded, OffloadCommand
+from kvferry.types import BlockIds
 
 
 class RequestLoads:
@@ -125,7 +126,7 @@ class RequestLoads:
 
     # -- loads --
 
-    def start(self, tracked: TrackedRequest, tables: BlockTables, num_tokens: int) -> None:
+    def start(self, tracked: TrackedRequest, tables: BlockIds, num_tokens: int) -> None:
         """Load what `find` has found, now that the engine has allocated blocks for it."""
         state, hit = tracked.load, tracked.load.hit
         if hit is None:

@@ -1,6 +1,6 @@
 """What the scheduler side of `OffloadingConnector` knows of a request. Plain data."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvferry.connectors.contract import Request
@@ -10,9 +10,8 @@ from kvferry.protocol.tickets import NO_BLOCK
 from kvferry.tiers.base import EntryKey, EntryKeys
 from kvferry.tiers.commands import ChunkTable
 from kvferry.tiers.keys import KeyChain
+from kvferry.types import BlockIds
 
-BlockTables = Sequence[Sequence[int]]
-"""The block ids of a request by KV-cache group."""
 ChunkTiers = Callable[[int, int], tuple[str, ...]]
 """The tiers of the chunk with this index in this group."""
 
@@ -71,7 +70,7 @@ class TrackedRequest:
             event_log.note_request(request, self.chain.keys, span)
 
     def chunk_table(
-        self, tables: BlockTables, span: range, tiers: ChunkTiers | tuple[str, ...]
+        self, tables: BlockIds, span: range, tiers: ChunkTiers | tuple[str, ...]
     ) -> ChunkTable:
         """The chunks of a span, in all groups that have blocks for them, in the order of the
         prompt. Leaves out chunks without tiers.

@@ -29,12 +29,13 @@ from kvferry.connectors.offloading.metadata import (
     OffloadingWorkerMetadata,
     OffloadStats,
 )
-from kvferry.connectors.offloading.requests import BlockTables, TrackedRequest
+from kvferry.connectors.offloading.requests import TrackedRequest
 from kvferry.connectors.offloading.settings import open_lookup
 from kvferry.connectors.offloading.stores import RequestStores, SeenChunks
 from kvferry.errors import LocalProtocolError
 from kvferry.tiers.commands import DropAll, OffloadCommand, VoidStores
 from kvferry.tiers.keys import KeyChain, Namespace
+from kvferry.types import BlockIds
 
 
 class OffloadingScheduler(SchedulerSide):
@@ -134,7 +135,7 @@ class OffloadingScheduler(SchedulerSide):
             self._loads.start(tracked, blocks.get_block_ids(), num_external_tokens)
 
     def request_finished_all_groups(
-        self, request: Request, block_ids: BlockTables
+        self, request: Request, block_ids: BlockIds
     ) -> tuple[bool, dict[str, Any] | None]:
         request_id = request.request_id
         tracked = self._tracked.pop(request_id, None)

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 
 from kvferry.connectors.contract import KVCacheGroup, Request, ScheduledSlice
 from kvferry.connectors.offloading.metadata import EndStores
-from kvferry.connectors.offloading.requests import BlockTables, TrackedRequest
+from kvferry.connectors.offloading.requests import TrackedRequest
 from kvferry.protocol.tickets import NO_BLOCK
 from kvferry.tiers.base import EntryKey
 from kvferry.tiers.commands import OffloadCommand, StoreChunks, VoidStores
+from kvferry.types import BlockIds
 
 
 @dataclass(slots=True)
@@ -118,7 +119,7 @@ class RequestStores:
             for tracked in [each for name, each in self.watched.items() if name not in listed]:
                 self._void_unseen(tracked, None)
 
-    def finish(self, tracked: TrackedRequest, request: Request, tables: BlockTables) -> bool:
+    def finish(self, tracked: TrackedRequest, request: Request, tables: BlockIds) -> bool:
         """Offer the last chunks of a request that has ended; whether its blocks must be kept until
         their copies have ended.
         """
@@ -148,7 +149,7 @@ class RequestStores:
         if is_done and not self._is_sliding(tracked):
             del self.watched[part.request_id]
 
-    def _offer(self, tracked: TrackedRequest, tables: BlockTables, end: int) -> None:
+    def _offer(self, tracked: TrackedRequest, tables: BlockIds, end: int) -> None:
         state, keys = tracked.store, tracked.chain.keys[0]
         first = state.num_offered
         if end <= first:
@@ -190,7 +191,7 @@ class RequestStores:
         """Whether blocks may leave a sliding window while a copy reads them."""
         return bool(self._local_groups) and self._is_copying(tracked)
 
-    def _void_unseen(self, tracked: TrackedRequest, tables: BlockTables | None) -> None:
+    def _void_unseen(self, tracked: TrackedRequest, tables: BlockIds | None) -> None:
         """Make stores void whose blocks have left a sliding window: the engine reuses them. Without
         block tables, all may have left.
         """
