@@ -255,6 +255,13 @@ class EngineCore:
                     setup.options.kv_transfer, executor.worker.kv_cache_config
                 )
                 connector = _make_scheduler_side(description, setup, executor, wakeup.wake, undo)
+                if isinstance(connector, KVConnectorBase_V1):
+                    # A connector of another author may decide these in its constructor.
+                    description = replace(
+                        description,
+                        provides_dummy_kv=connector.provides_dummy_kv,
+                        needs_polling=connector.needs_polling,
+                    )
                 limits, must_poll = _adapted(limits, description), description.needs_polling
             tracer = _make_tracer(setup)
             core = cls(api, executor, connector, limits, wakeup, tracer, must_poll)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.tiers.backoff import log_trouble
-from kvferry.tiers.base import StoreResult, Tier, TierUsage, WatchesEntries
+from kvferry.tiers.base import Tier, TierUsage, WatchesEntries
 from kvferry.tiers.commands import (
     POOL,
     CancelLoad,
@@ -30,6 +30,7 @@ from kvferry.tiers.commands import (
     StoresCopied,
     TiersCounted,
 )
+from kvferry.tiers.jobs.base import StoreEntry, StoreRows
 from kvferry.tiers.jobs.jobs import OffloadJobs
 from kvferry.tiers.pool.host_pool import HostPool
 from kvferry.tiers.task_runner import EndedTask, TaskRunner
@@ -165,7 +166,8 @@ class OffloadWorker:
                 self._jobs.handle(command, now)
         for each in ended:
             if each.result.reason:
-                operation = "stored" if isinstance(each.result, StoreResult) else "loaded"
+                is_store = isinstance(each.task, StoreEntry | StoreRows)
+                operation = "stored" if is_store else "loaded"
                 log_trouble(operation, each.task.tier, each.result.reason)
             self._jobs.complete(each.task, each.result, each.seconds, now)
         self._jobs.expire(now)

@@ -103,7 +103,12 @@ class DistTransport(LinkedTransport[DistLink, DistTransfer]):
             pool=self._pools[0],
             num_channels=self._settings.num_channels,
         )
-        peer.start()
+        try:
+            peer.start()
+        except RuntimeError as error:
+            _log.warning("a peer cannot be served: no thread can be started error=%s", error)
+            connection.close()
+            return
         self._served.append(peer)
 
     def _connect(
