@@ -45,7 +45,7 @@ class RequestState:
     enough blocks for a second one.
     """
     excluded: set[int] = field(default_factory=set)
-    """Children that refused to accept the request; they are told nothing more about it."""
+    """Children that refused to accept the request; no later call for the request reaches them."""
     dummy_child: int | None = None
     """The child that filled blocks of this request with dummy KV."""
     has_unknown_prefix: bool = False
@@ -77,7 +77,7 @@ class RequestState:
 
 @dataclass(slots=True)
 class FinishedTransfers:
-    """The end of transfers, as the engine or one child is told."""
+    """The requests whose transfers have ended, for the engine or for one child."""
 
     recving: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
@@ -171,7 +171,7 @@ class RequestTable:
     def take_finished(
         self, recving: Iterable[str], sending: Iterable[str]
     ) -> tuple[FinishedTransfers, defaultdict[int, FinishedTransfers]]:
-        """Process what the ranks report. Returns what the engine and each child are told."""
+        """Process what the ranks report. Returns what has ended for the engine and each child."""
         engine = FinishedTransfers()
         children: defaultdict[int, FinishedTransfers] = defaultdict(FinishedTransfers)
         for request in recving:
